@@ -1,0 +1,216 @@
+"""Rust core of blendstore: namespaces, the chunk store, leases, reservations and the matcher.
+
+Token arrays are C-contiguous buffers of ``uint32`` (numpy ``uint32``); keys are packed ``bytes`` of 32 bytes each.
+Every call that can take longer than about 5 µs releases the GIL. A miss never raises.
+"""
+
+from collections.abc import Buffer, Sequence
+from typing import Final, final
+
+__version__: Final[str]
+
+class StoreError(Exception):
+    """Base of the errors of this module: wrong use, never a miss."""
+
+class LeaseExpired(StoreError):
+    """The lease was released, or its time-out ran out, before its bytes were read."""
+
+@final
+class Namespace:
+    """Identity of interchangeable KV bytes: length-framed fields keyed by the tenant salt (immutable, hashable)."""
+
+    def __new__(cls, fields: Sequence[tuple[str, bytes]], *, salt: bytes = b"") -> Namespace: ...
+    @property
+    def digest(self) -> bytes:
+        """32 bytes; equal for equal fields and salt on every machine, process and Python version."""
+    def content_id(self, tokens: Buffer) -> bytes:
+        """32-byte content id of one chunk's tokens."""
+    def chain_keys(
+        self, tokens: Buffer, *, chunk_size: int = 256, head: bool = False, parent: bytes | None = None
+    ) -> bytes:
+        """Packed chain keys of the chunks of one segment (the last chunk may be short); ``head`` picks the root."""
+    def segment_keys(self, tokens: Buffer, bounds: Buffer, *, chunk_size: int = 256, head: bool = False) -> bytes:
+        """Packed chain keys of all chunks of all segments; ``bounds`` is ``int64[n, 2]`` of (start, stop) in ``tokens``.
+
+        With ``head`` a segment that starts at 0 is a head chain."""
+    def context_digests(self, tokens: Buffer, positions: Buffer) -> bytes:
+        """Packed context digests (32 bytes each) of the prefixes ``tokens[:p]``; ``positions`` is sorted ``int64[n]``."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class ChunkMeta:
+    """What a record says about itself."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def source_position(self) -> int:
+        """Position in its prompt of the record's first token."""
+    @property
+    def ntokens(self) -> int: ...
+    @property
+    def provenance(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def context(self) -> bytes:
+        """Context digest (32 bytes) of the first token; zeros when unknown or blended."""
+    @property
+    def behind(self) -> bytes:
+        """Packed content ids of the documents' first chunks that stood before it (may be empty)."""
+    @property
+    def behind_tokens(self) -> int:
+        """Tokens that stood before it when it was captured."""
+    @property
+    def nbytes(self) -> int:
+        """KV payload bytes."""
+    @property
+    def segment_offset(self) -> int:
+        """Tokens of the same chain that come before this chunk."""
+
+@final
+class Lease:
+    """Pins on the chunks of one lookup. Released on ``release()``, ``with`` exit, drop or time-out."""
+
+    def __len__(self) -> int: ...
+    @property
+    def hits(self) -> bytes:
+        """One byte per looked-up key: 1 = hit, 0 = miss."""
+    @property
+    def nbytes(self) -> int:
+        """KV payload bytes of the hits."""
+    def meta(self, index: int) -> ChunkMeta | None: ...
+    def buffer(self, index: int) -> RecordBuffer:
+        """Read-only, zero-copy view of a hit's KV payload; keeps the pin alive. Raises ``LeaseExpired``."""
+    def tokens(self, index: int) -> RecordBuffer:
+        """Read-only ``uint32`` view of a hit's tokens."""
+    def scores(self, index: int) -> RecordBuffer | None:
+        """Read-only ``float32[ntokens]`` view of the per-token scores kept with the record, or None."""
+    def read_into(self, index: int, destination: Buffer) -> None:
+        """Copy the KV payload into a writable buffer of exactly that many bytes, GIL released."""
+    def release(self) -> None: ...
+    def __enter__(self) -> Lease: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+@final
+class RecordBuffer:
+    """Buffer-protocol and DLPack view of arena memory; holds a pin (or the reservation) while any view lives."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, view: memoryview, /) -> None: ...
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class Reservation:
+    """Room for the chunks of one segment. Aborted on drop; each chunk is published whole or not at all."""
+
+    def __len__(self) -> int: ...
+    @property
+    def keys(self) -> bytes: ...
+    @property
+    def wanted(self) -> bytes:
+        """One byte per chunk: 1 = write me, 0 = already resident at this rank or better, being written, or no room."""
+    def bounds(self, index: int) -> tuple[int, int]:
+        """(start, stop) token offsets of the chunk within the segment."""
+    def buffer(self, index: int) -> RecordBuffer:
+        """Writable view of a wanted chunk's KV payload."""
+    def set_scores(self, index: int, scores: Buffer) -> None:
+        """``float32[ntokens]`` to keep with the chunk; needs ``with_scores=True``."""
+    def commit(self, mask: bytes | None = None) -> int:
+        """Publish the wanted chunks (those with a non-zero byte in ``mask``, if given); abort the others. Returns how many."""
+    def abort(self) -> None: ...
+    def __enter__(self) -> Reservation: ...
+    def __exit__(self, *exc: object) -> None:
+        """Aborts what was not committed."""
+
+@final
+class Match:
+    """A run of prompt tokens that equals rows of one known chunk."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def start(self) -> int:
+        """First prompt position."""
+    @property
+    def stop(self) -> int: ...
+    @property
+    def row(self) -> int:
+        """Row of the record that holds ``start``."""
+
+@final
+class Event:
+    """Something that happened to a chunk: ``kind`` is ``stored``, ``replaced``, ``evicted`` or ``cleared``."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def sequence(self) -> int: ...
+
+@final
+class Store:
+    """Chunk store in memory. Thread safe; reads never take a lock."""
+
+    def __new__(
+        cls,
+        *,
+        capacity_bytes: int,
+        chunk_size: int = 256,
+        policy: str = "s3-fifo",
+        max_chunks: int | None = None,
+        lease_timeout_s: float = 60.0,
+        reserve_wait_s: float = 0.05,
+        events_capacity: int = 4096,
+    ) -> Store:
+        """``policy`` is ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). Raises ``StoreError`` that names the
+        argument, its value and the accepted form."""
+    def lookup(self, keys: Buffer) -> Lease:
+        """Packed 32-byte keys."""
+    def lookup_segments(self, namespace: Namespace, tokens: Buffer, bounds: Buffer, *, head: bool = False) -> Lease:
+        """``lookup`` of ``namespace.segment_keys(...)`` in one call."""
+    def contains(self, keys: Buffer) -> bytes:
+        """One byte per key, without pinning or touching."""
+    def reserve(
+        self,
+        namespace: Namespace,
+        tokens: Buffer,
+        *,
+        bytes_per_token: int,
+        source_position: int,
+        provenance: int,
+        rank: int,
+        contexts: bytes | None = None,
+        behind: bytes = b"",
+        behind_tokens: int = 0,
+        head: bool = False,
+        parent: bytes | None = None,
+        parent_offset: int = 0,
+        with_scores: bool = False,
+        save_unfull_chunk: bool = True,
+    ) -> Reservation:
+        """Room for every chunk of one segment. ``contexts`` is 32 bytes per chunk, or None for zeros.
+
+        ``parent`` continues an existing chain, of which ``parent_offset`` tokens come before. When the store is full it
+        evicts, waits at most ``reserve_wait_s``, and then marks the chunk as not wanted."""
+    def match(self, namespace: Namespace, tokens: Buffer, *, min_tokens: int = 32) -> list[Match]:
+        """Every occurrence of known chunks at any offset, left to right without overlap (longest first on conflict).
+
+        Candidates come from a keyed rolling fingerprint and are confirmed by the tokens themselves; a match is extended
+        token by token to both sides along the chain, to the unfull tail. ``HEAD`` records are not matched."""
+    def touch(self, keys: Buffer) -> None: ...
+    def pin(self, keys: Buffer) -> int:
+        """Pin until ``unpin``; returns how many were found."""
+    def unpin(self, keys: Buffer) -> int: ...
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Drop every chunk (of one namespace); returns how many. Pinned bytes stay readable until released."""
+    def events(self, limit: int = 1024) -> tuple[list[Event], int]:
+        """Oldest events not yet read, and how many were lost because nobody read them in time."""
+    def stats(self) -> dict[str, int | float]:
+        """Counters and gauges: chunks, bytes_used, bytes_capacity, bytes_pinned, leases, reservations, lookups, hits, misses,
+        stored, replaced, evicted, aborted, rejected_full, expired_leases, matches, metadata_bytes."""
+    def close(self) -> None: ...
