@@ -1,4 +1,4 @@
-"""The plan of one prompt: which tokens the engine holds, which come back exactly, which are reused and which are computed.
+"""The plan of one prompt: what the engine holds, what comes back exactly, what is reused and what is computed.
 
 Candidates (runs of prompt tokens that equal rows of leased records) go in, a partition of the prompt into spans comes
 out. Only numbers here: no tensors, no store, no engine.
