@@ -1,0 +1,248 @@
+"""Runs one plan over the engine's layers: cached KV comes in layer by layer, a selector picks tokens, and those, with the
+fresh ones, go through the engine's own modules with position-exact attention.
+
+Afterwards every layer holds valid K and V for every token of the plan. Nothing here waits for the host inside the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import BlendPlan, SpanKind
+from .attention import RowAttention
+from .drift import DriftCorrection, DriftSettings
+from .model import EngineModel
+from .selectors import Candidates, OptionValue, Reduce, SelectorSettings, make_selector
+from .transfer import RecordSource, WorkingKV
+
+
+@dataclass(frozen=True, slots=True)
+class BlendSettings:
+    """How one prompt is blended. ``ratios`` are shares of the context; the last one is the final share."""
+
+    selector: str = "query"
+    ratios: tuple[float, ...] = (0.15,)
+    check_layers: tuple[int, ...] = (1,)
+    thresholds: tuple[float, ...] | None = None
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    drift: DriftSettings | None = field(default_factory=DriftSettings)
+    layerwise: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlendResult:
+    """``kv`` [layers, 2, tokens, kv_heads, dim]; ``positions`` [n] int64 of the rows that were computed and ``state`` theirs
+    at the output of the last layer; ``selected`` [m] int64 positions that were recomputed though they were cached."""
+
+    kv: Tensor
+    positions: Tensor
+    state: Any
+    selected: Tensor
+
+    @property
+    def recomputed(self) -> int:
+        """Cached tokens that were recomputed."""
+        return self.selected.shape[0]
+
+
+class BlendRunner:
+    """Blends prompts with one engine model. Thread-safe as far as the model is."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def run(self, ids: Tensor, plan: BlendPlan, records: RecordSource, settings: BlendSettings) -> BlendResult:
+        """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine."""
+        if ids.shape != (plan.ntokens,):
+            raise ValueError(f"plan of {plan.ntokens} tokens, but ids have shape {tuple(ids.shape)}")
+        kv = WorkingKV(self._model, plan, records, layerwise=settings.layerwise)
+        try:
+            run = _Run(self._model, ids, plan, records, kv)
+            selected = run.candidates.positions[:0]
+            if len(run.candidates) and run.budget(settings.ratios[-1]):
+                selector = make_selector(
+                    settings.selector,
+                    SelectorSettings(
+                        settings.check_layers, settings.ratios, settings.thresholds, settings.options, settings.seed
+                    ),
+                )
+                chosen = selector.select(run, settings.ratios[-1]).sort().values
+                selected = run.candidates.positions[chosen]
+                positions, state = run.finish(chosen, settings.drift)
+            else:
+                positions, state = run.finish(selected, None)
+        finally:
+            kv.close()
+        return BlendResult(kv.data, positions, state, selected)
+
+
+class _KeysSeen(Exception):
+    """Leaves a layer once its keys are known; the rest of it isn't wanted."""
+
+
+class _Flow:
+    """Rows on their way through the layers: ``state`` is at the input of layer ``layer``."""
+
+    def __init__(self, model: EngineModel, ids: Tensor, positions: Tensor, hidden_keys: Tensor | None = None) -> None:
+        self.model, self.positions, self.layer = model, positions, 0
+        self.state = model.embed(ids[positions])
+        self._nkeys, self._hidden = ids.shape[0], hidden_keys
+        self.attention = RowAttention(positions, self._nkeys, hidden_keys)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows (ascending indices) only."""
+        self.positions, self.state = self.positions[rows], self.model.rows(self.state, rows)
+        self.attention = RowAttention(self.positions, self._nkeys, self._hidden)
+
+    def step(self, kv: WorkingKV, before: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+             after: Callable[[Tensor, float, float | None], None] | None = None) -> None:  # fmt: skip
+        """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``before(k, v, fresh_k, fresh_v)``
+        runs ahead of the writing, ``after(q, scale, softcap)`` behind it."""
+        index = self.layer
+        k, v = kv.ready(index)
+        window = self.model.geometry.windows[index]
+
+        def attend(q: Tensor, fresh_k: Tensor, fresh_v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+            if before is not None:
+                before(k, v, fresh_k, fresh_v)
+            k[self.positions] = fresh_k
+            v[self.positions] = fresh_v
+            if after is not None:
+                after(q, scale, softcap)
+            return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)
+
+        self.state = self.model.layer(index, self.state, self.positions, attend)
+        self.layer += 1
+
+    def keys(self) -> Tensor:
+        """Fresh K [n, kv_heads, dim] of the rows at the current layer, without running it."""
+        seen: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+            seen.append(k)
+            raise _KeysSeen
+
+        try:
+            self.model.layer(self.layer, self.state, self.positions, attend)
+        except _KeysSeen:
+            return seen[0]
+        raise RuntimeError(f"layer {self.layer} of the engine never called the attention it was given")
+
+
+class _Run:
+    """State of one prompt; what selectors see of it is `SelectionRun`."""
+
+    def __init__(
+        self, model: EngineModel, ids: Tensor, plan: BlendPlan, records: RecordSource, kv: WorkingKV
+    ) -> None:
+        self._model, self._ids, self._plan, self._kv = model, ids, plan, kv
+        self._device = model.geometry.device
+        self._fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(self._device)
+        self._spans = [s for s in plan.spans if s.kind is SpanKind.REUSED]
+        self._flow: _Flow | None = None
+        self.candidates = self._gather(records)
+
+    @property
+    def layers(self) -> int:
+        return self._model.geometry.layers
+
+    def budget(self, ratio: float) -> int:
+        return min(len(self.candidates), round(ratio * self._plan.context))
+
+    def attention(self, *, rows: int, reduce: Reduce, first_layer: int) -> Tensor:
+        query, hidden = self._question(rows)
+        flow = _Flow(self._model, self._ids, query, hidden if hidden.shape[0] else None)
+        total = torch.zeros(len(self.candidates), device=self._device)
+
+        def score(q: Tensor, scale: float, softcap: float | None) -> None:
+            index = flow.layer
+            if index >= first_layer:
+                k, _ = self._kv.ready(index)
+                window = self._model.geometry.windows[index]
+                weights = flow.attention.weights(q, k, query.shape[0], scale=scale, window=window, softcap=softcap)
+                part = weights.amax(1) if reduce == "max" else weights.mean(1)
+                total.add_(part.mean(0)[self.candidates.positions])
+
+        while flow.layer < self.layers:
+            flow.step(self._kv, after=score)
+        return self._model.all_reduce(total / max(1, self.layers - first_layer))
+
+    def deviation(self, layer: int) -> Tensor:
+        if not 1 <= layer < self.layers:
+            raise ValueError(f"check layer {layer}: use 1..{self.layers - 1}")
+        if self._flow is None:
+            rows = torch.cat([self.candidates.positions, self._fresh]).sort().values
+            self._flow = _Flow(self._model, self._ids, rows)
+        flow = self._flow
+        while flow.layer < layer:
+            flow.step(self._kv)
+        fresh = flow.keys()[torch.searchsorted(flow.positions, self.candidates.positions)]
+        cached, _ = self._kv.ready(layer)
+        difference = fresh.float() - cached[self.candidates.positions].float()
+        return self._model.all_reduce(difference.square().sum((1, 2)))
+
+    def keep(self, index: Tensor) -> None:
+        index = index.sort().values
+        self.candidates = self.candidates.subset(index)
+        if self._flow is not None:
+            rows = torch.cat([self.candidates.positions, self._fresh]).sort().values
+            self._flow.keep(torch.searchsorted(self._flow.positions, rows))
+
+    def finish(self, chosen: Tensor, drift: DriftSettings | None) -> tuple[Tensor, Any]:
+        """Run the chosen candidates (ascending indices) and the fresh rows through the remaining layers."""
+        self.keep(chosen)
+        selected = self.candidates.positions
+        if self._flow is None:
+            self._flow = _Flow(self._model, self._ids, torch.cat([selected, self._fresh]).sort().values)
+        flow = self._flow
+        correction = None
+        if drift is not None and chosen.shape[0]:
+            numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self._spans))}
+            of_group = torch.tensor([numbers.get(g, 0) for g in range(max(numbers) + 1)], device=self._device)
+            groups = of_group[self.candidates.group]
+            correction = DriftCorrection(drift, self._spans, selected, groups, numbers)
+            where = torch.searchsorted(flow.positions, selected)
+
+        while flow.layer < self.layers:
+            before = None
+            # Layer 0 depends on the token and its position alone: rotated KV is exact there.
+            if correction is not None and flow.layer > 0:
+                table = self._model.geometry.rotary[flow.layer]
+
+                def before(k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor, table: Any = table) -> None:
+                    correction.apply(table, k, v, fresh_k[where], fresh_v[where])
+
+            flow.step(self._kv, before)
+        return flow.positions, flow.state
+
+    def _question(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Positions of the last ``rows`` tokens of the fresh tail, and of the fresh tokens that are not among them."""
+        tail = self._plan.spans[-1]
+        start = max(tail.start, tail.stop - rows)
+        query = torch.arange(start, tail.stop, device=self._device)
+        return query, self._fresh[: self._fresh.shape[0] - query.shape[0]]
+
+    def _gather(self, records: RecordSource) -> Candidates:
+        positions, distance, group, stored = [], [], [], []
+        scored = False
+        for span in self._spans:
+            here = torch.arange(span.start, span.stop)
+            positions.append(here)
+            distance.append(here - span.group_start)
+            group.append(torch.full_like(here, span.group))
+            scores = records.scores(span.chunk)
+            scored |= scores is not None
+            rows = slice(span.row, span.row + len(span))
+            stored.append(torch.full((len(span),), torch.nan) if scores is None else scores[rows].float().cpu())
+        if not positions:
+            empty = torch.empty(0, dtype=torch.int64, device=self._device)
+            return Candidates(empty, empty, empty, None)
+        cat = [torch.cat(parts).to(self._device) for parts in (positions, distance, group)]
+        return Candidates(cat[0], cat[1], cat[2], torch.cat(stored).to(self._device) if scored else None)
