@@ -4,6 +4,8 @@ use crate::Namespace;
 
 /// A chunk kept alive while it is looked at; dropping it unpins.
 pub trait Known {
+    /// Digest of its namespace.
+    fn namespace(&self) -> &[u8; 32];
     /// Key of the chunk.
     fn key(&self) -> crate::Key;
     /// Its tokens.
@@ -42,8 +44,8 @@ pub struct Match {
 pub struct Matcher {}
 
 impl Matcher {
-    /// For at most `max_chunks` chunks.
-    pub fn new(_max_chunks: usize) -> Self {
+    /// For at most `max_chunks` chunks (slots below `max_chunks`) of at most `chunk_size` tokens.
+    pub fn new(_max_chunks: usize, _chunk_size: usize) -> Self {
         Self {}
     }
 
