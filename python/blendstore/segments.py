@@ -12,8 +12,8 @@ The rule at token level:
   longest.
 - A blank that merges with the neighbour stays with the neighbour: in ``sys # # A`` the document begins with the token
   `` A``, while joined from parts it begins with ``A``. Between the two ways of building a prompt a document's tokens
-  may differ at its two edges and nowhere else. Such a document has different chunk keys, so build prompts in one way; what
-  the keys miss the matcher finds.
+  may differ at its two edges and nowhere else. Such a document has different chunk keys, so build prompts in one way;
+  what the keys miss the matcher finds.
 - BOS tokens at the edges of a part belong to no segment, so a document has the same keys alone and within a template.
 - A core whose outer blanks are missing in the text may cut as well. A cut too many costs a seam, never a wrong answer.
 """
