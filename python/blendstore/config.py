@@ -111,7 +111,7 @@ class Config:
 
     # Not built yet
     save_decode_cache: bool = _key(False, switch(), "store generated tokens", built=False)
-    local_disk: Path | None = _key(None, _DIRECTORY, "directory of the disk tier", built=False)
+    local_disk: Path | None = _key(None, _DIRECTORY, "directory of the disk tier", built=False)  # noqa: RUF009
     max_local_disk_size: float = _key(0.0, number(0), "disk for records, in GiB", built=False)
     remote_url: str | None = _key(None, optional(text()), "protocol://host:port of the remote tier", built=False)
     remote_serde: str = _key("naive", one_of({s: s for s in ("naive", "cachegen", "lossless")}), "format", built=False)
@@ -151,8 +151,8 @@ class Config:
         for name, about in _keys():
             if not about["built"] and getattr(self, name) != _default(name):
                 raise ConfigError(
-                    f"{name}: {_shown(name, getattr(self, name))} ({origins[name]}) needs {about['help']!r}, "
-                    f"{_NOT_AVAILABLE}; leave it out or give {_default(name)!r}"
+                    f"{name}: {_shown(name, getattr(self, name))} ({origins[name]}) asks for a feature ({about['help']}) that is "
+                    f"{_NOT_AVAILABLE}; leave it out or give {_shown(name, _default(name))}"
                 )
         if self.enable_blending:
             for name in ("use_layerwise", "save_unfull_chunk"):
@@ -365,8 +365,8 @@ _ELSEWHERE: Mapping[str, object] = {
         (
             "enable_controller", "enable_xpyd", "enable_nixl", "enable_async_loading", "enable_lazy_memory_allocator",
             "enable_chunk_statistics", "enable_kv_events", "enable_scheduler_bypass_lookup",
-            "enable_hidden_state_cache", "local_cpu_use_hugepages", "pd_bidirectional", "pd_skip_proxy_notification", "use_gpu_connector_v3",
-            "chunk_statistics_auto_start_statistics", "nixl_enable_gc",
+            "enable_hidden_state_cache", "local_cpu_use_hugepages", "pd_bidirectional",
+            "pd_skip_proxy_notification", "use_gpu_connector_v3", "chunk_statistics_auto_start_statistics", "nixl_enable_gc",
         ),
         False,
     ),
@@ -399,7 +399,7 @@ def _refuse_elsewhere(name: str, raw: object, origin: str) -> None:
     if raw != off and str(raw).strip().lower() not in accepted:
         raise ConfigError(
             f"{name}: {_redacted(raw)!r} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
-            f"leave it out or give {off!r}"
+            f"leave it out or give {'null' if off is None else str(off).lower()}"
         )
 
 

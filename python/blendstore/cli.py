@@ -1,0 +1,116 @@
+"""The command ``blendstore``: show and check the configuration, run the benchmarks, tell the versions.
+
+Exit codes: 0 done, 1 a benchmark missed what was expected of it, 2 wrong use or wrong configuration.
+"""
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from blendstore.config import Config, ConfigError
+
+__all__ = ["main"]
+
+# Name → module and one line of help. A benchmark's module is imported only when that benchmark is asked for, because
+# some need torch or an HTTP client.
+_BENCHES: Mapping[str, tuple[str, str]] = {
+    "multi-doc-qa": ("blendstore.bench.multi_doc_qa", "prompts of several sampled documents: TTFT and its gain"),
+    "shuffle-doc-qa": ("blendstore.bench.shuffle_doc_qa", "the same documents in other orders, without separators"),
+    "quality": ("blendstore.bench.quality", "what each way of reuse costs in quality"),
+}
+_PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transformers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; wrong flags leave by ``SystemExit(2)`` like every argparse tool."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(_wanted_bench(arguments)).parse_args(arguments)
+        code: int = args.run(args)
+    except ConfigError as error:
+        print(f"blendstore: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "blendstore":
+            raise
+        print(
+            f"blendstore: this command needs the package {error.name}; install it with "
+            "`pip install 'blendstore[bench,transformers]'`",
+            file=sys.stderr,
+        )
+        return 2
+    return code
+
+
+def _wanted_bench(arguments: Sequence[str]) -> str | None:
+    words = [word for word in arguments if not word.startswith("-")][:2]
+    return words[1] if len(words) == 2 and words[0] == "bench" and words[1] in _BENCHES else None
+
+
+def _parser(bench: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="blendstore", description="KV-cache reuse for LLM serving.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    config = commands.add_parser("config", help="show or check the configuration")
+    actions = config.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print every key with its value and where it comes from")
+    show.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: what the environment names")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.set_defaults(run=_show)
+    check = actions.add_parser("check", help="exit with 2 and the reason if it would be refused")
+    check.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: what the environment names")
+    check.set_defaults(run=_check)
+
+    benches = commands.add_parser("bench", help="run a benchmark").add_subparsers(metavar="BENCHMARK", required=True)
+    for name, (module, help_text) in _BENCHES.items():
+        chosen = benches.add_parser(name, help=help_text, description=help_text)
+        if name == bench:
+            loaded = importlib.import_module(module)
+            loaded.add_arguments(chosen)
+            chosen.set_defaults(run=loaded.run)
+
+    version = commands.add_parser("version", help="print the versions that matter")
+    version.add_argument("--json", action="store_true", help="print JSON")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _show(args: argparse.Namespace) -> int:
+    config = Config.load(args.file)
+    if args.json:
+        content = {
+            "config": config.as_dict(),
+            "origins": dict(config.origins),
+            "warnings": list(config.warnings),
+        }
+        print(json.dumps(content, indent=2))
+    else:
+        print(config.describe())
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    config = Config.load(args.file)
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"{args.file or 'configuration'}: accepted")
+    return 0
+
+
+def _version(args: argparse.Namespace) -> int:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if args.json:
+        print(json.dumps(versions, indent=2))
+    else:
+        print("\n".join(f"{name} {version}" for name, version in versions.items()))
+    return 0
