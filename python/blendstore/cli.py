@@ -27,7 +27,7 @@ _PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transfo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; wrong flags leave by ``SystemExit(2)`` like every argparse tool."""
+    """Run the command line and return its exit code; wrong flags leave by ``SystemExit(2)``, as argparse has it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(_wanted_bench(arguments)).parse_args(arguments)

@@ -97,12 +97,12 @@ class Config:
     blend_min_tokens: int = _key(32, whole(1), "shortest run of tokens that is worth reusing")
     blend_selector: str = _key("query", text(), "which reused tokens are recomputed: name of a selector")
     blend_selector_options: Mapping[str, float | int | str] = _key({}, scalar_mapping(), "options of the selector")
-    blend_recompute_ratios: tuple[float, ...] = _key((0.15,), float_list(0, 1), "share of reused tokens, a check layer")
+    blend_recompute_ratios: tuple[float, ...] = _key((0.15,), float_list(0, 1), "share of reused tokens to recompute")
     blend_check_layers: tuple[int, ...] = _key(
         (1,), int_list(1), "layers at which tokens are picked; layer 0 has no deviation, its KV is exact"
     )
     blend_thresholds: tuple[float, ...] | None = _key(
-        None, optional(float_list(0)), "recompute above this deviation instead, a check layer"
+        None, optional(float_list(0)), "and only tokens that deviate by more than this many times the mean"
     )
     blend_drift_correction: bool = _key(True, switch(), "move cached KV by the mean drift of its recomputed tokens")
     capture: Literal["in_context", "isolated"] = _key(
@@ -151,8 +151,8 @@ class Config:
         for name, about in _keys():
             if not about["built"] and getattr(self, name) != _default(name):
                 raise ConfigError(
-                    f"{name}: {_shown(name, getattr(self, name))} ({origins[name]}) asks for a feature ({about['help']}) that is "
-                    f"{_NOT_AVAILABLE}; leave it out or give {_shown(name, _default(name))}"
+                    f"{name}: {_shown(name, getattr(self, name))} ({origins[name]}) asks for a feature "
+                    f"({about['help']}) that is {_NOT_AVAILABLE}; leave it out or give {_shown(name, _default(name))}"
                 )
         if self.enable_blending:
             for name in ("use_layerwise", "save_unfull_chunk"):
@@ -232,9 +232,9 @@ class Config:
                 f"blend_check_layers: {list(layers)} must ascend, each layer once",
             ),
             (
-                len(ratios) != len(layers),
+                len(ratios) not in (1, len(layers)),
                 f"blend_recompute_ratios: {list(ratios)} has {len(ratios)} values, but blend_check_layers "
-                f"{list(layers)} has {len(layers)}; give one ratio for each check layer",
+                f"{list(layers)} has {len(layers)}; give one ratio, or one for each check layer",
             ),
             (
                 list(ratios) != sorted(ratios, reverse=True),
@@ -242,9 +242,9 @@ class Config:
                 "tokens that the earlier ones left; give ratios that do not grow",
             ),
             (
-                thresholds is not None and len(thresholds) != len(layers),
+                thresholds is not None and len(thresholds) not in (1, len(layers)),
                 f"blend_thresholds: {list(thresholds or ())} has {len(thresholds or ())} values, but "
-                f"blend_check_layers {list(layers)} has {len(layers)}; give one threshold for each check layer",
+                f"blend_check_layers {list(layers)} has {len(layers)}; give one threshold, or one for each check layer",
             ),
             (
                 separates and not self.blend_special_str.strip(),
@@ -366,7 +366,8 @@ _ELSEWHERE: Mapping[str, object] = {
             "enable_controller", "enable_xpyd", "enable_nixl", "enable_async_loading", "enable_lazy_memory_allocator",
             "enable_chunk_statistics", "enable_kv_events", "enable_scheduler_bypass_lookup",
             "enable_hidden_state_cache", "local_cpu_use_hugepages", "pd_bidirectional",
-            "pd_skip_proxy_notification", "use_gpu_connector_v3", "chunk_statistics_auto_start_statistics", "nixl_enable_gc",
+            "pd_skip_proxy_notification", "use_gpu_connector_v3", "chunk_statistics_auto_start_statistics",
+            "nixl_enable_gc",
         ),
         False,
     ),

@@ -122,7 +122,7 @@ def _content_digest(file: Path) -> bytes:
     return digest.digest()
 
 
-def _absorb(digest: "hashlib._Hash", *parts: bytes) -> None:
+def _absorb(digest: hashlib.blake2b, *parts: bytes) -> None:
     """Length-framed, so that no two lists of parts give the same bytes."""
     for part in parts:
         digest.update(_number(len(part)) + part)

@@ -81,7 +81,5 @@ class RequestOptions:
         )
 
     def ratios(self, config: Config) -> tuple[float, ...]:
-        """One recompute ratio for each of the configuration's check layers."""
-        if self.ratio is None:
-            return config.blend_recompute_ratios
-        return (self.ratio,) * len(config.blend_check_layers)
+        """The recompute ratios: one for every check layer, or one for each of the configuration's."""
+        return config.blend_recompute_ratios if self.ratio is None else (self.ratio,)
