@@ -96,7 +96,7 @@ def test_the_order_of_the_candidates_does_not_matter(
 @given(prompts())
 def test_nothing_that_could_be_reused_is_left_out(prompt: tuple[int, int, list[Candidate]]) -> None:
     """With no shortest run, a token is fresh only if no candidate covers it or the question protects it."""
-    ntokens, engine_prefix, candidates = prompt
+    ntokens, _, candidates = prompt
     covered = {t for c in candidates for t in range(c.start, c.stop)}
     plan = built(prompt)
     for t in plan.positions(SpanKind.FRESH).tolist():
