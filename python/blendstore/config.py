@@ -290,7 +290,7 @@ def _read(name: str, raw: object, origin: str) -> object:
         near = difflib.get_close_matches(name, names, n=1)
         hidden = "***" if near and _about(near[0])["secret"] else repr(_redacted(raw))
         hint = f"did you mean {near[0]}?" if near else "`blendstore config show` lists the keys"
-        raise ConfigError(f"{name}: {hidden} ({origin}): no such key; {hint}")
+        raise ConfigError(f"{redact(name)}: {hidden} ({origin}): no such key; {hint}")
     form: Form[object] = _about(name)["form"]
     try:
         return form.read(raw)

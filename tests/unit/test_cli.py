@@ -1,0 +1,158 @@
+"""The command line: exit codes, output for people and machines, benchmarks loaded only when asked for."""
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from blendstore import cli
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BLENDSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "BLENDSTORE_CHUNK_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_config_show_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("chunk_size: 64\ntenant_salt: s3cret\n")
+    assert cli.main(["config", "show", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"file {file}" in out
+    assert "s3cret" not in out
+
+
+def test_config_show_json_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("chunk_size: 64\ntenant_salt: s3cret\n")
+    monkeypatch.setenv("BLENDSTORE_CONFIG_FILE", str(file))
+    monkeypatch.setenv("BLENDSTORE_CHUNK_SIZE", "32")
+    assert cli.main(["config", "show", "--json"]) == 0
+    out = capsys.readouterr().out
+    shown = json.loads(out)
+    assert shown["config"]["chunk_size"] == 32
+    assert shown["origins"]["chunk_size"] == "env BLENDSTORE_CHUNK_SIZE"
+    assert "wins over 64" in shown["warnings"][0]
+    assert shown["config"].keys() == shown["origins"].keys()
+    assert "s3cret" not in out
+
+
+def test_config_check_accepts_with_warnings_and_refuses_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("chunk_size: 64\n")
+    monkeypatch.setenv("BLENDSTORE_CHUNK_SIZE", "32")
+    assert cli.main(["config", "check", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{file}: accepted\n"
+    assert "wins over 64" in captured.err
+    assert cli.main(["config", "check"]) == 0
+    assert capsys.readouterr().out == "configuration: accepted\n"
+    file.write_text("chunk_sise: 64\n")
+    assert cli.main(["config", "check", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("blendstore: chunk_sise: 64")
+    assert "did you mean chunk_size?" in captured.err
+
+
+def test_version_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("python 3.")
+    assert any(line.startswith("numpy ") for line in lines)
+    assert cli.main(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["python"].startswith("3.")
+
+
+def test_versions_of_missing_packages_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_PACKAGES", ("numpy", "surely-not-installed"))
+    assert cli.main(["version", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"python", "numpy"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["config"], ["bench"], ["bench", "nope"], ["config", "show", "--nope"], ["nope"]]
+)
+def test_wrong_use_leaves_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: blendstore" in capsys.readouterr().err
+
+
+def test_bench_names_are_listed_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("multi-doc-qa", "shuffle-doc-qa", "quality"))
+
+
+def fake_bench(monkeypatch: pytest.MonkeyPatch, code: int) -> list[argparse.Namespace]:
+    seen: list[argparse.Namespace] = []
+    bench = types.ModuleType("fake_bench")
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", type=Path)
+        parser.add_argument("--port", type=int, default=8000)
+
+    def run(args: argparse.Namespace) -> int:
+        seen.append(args)
+        return code
+
+    bench.__dict__.update(add_arguments=add_arguments, run=run)
+    monkeypatch.setitem(sys.modules, "fake_bench", bench)
+    monkeypatch.setattr(cli, "_BENCHES", {"quality": ("fake_bench", "help"), "broken": ("not_installed_x.y", "help")})
+    return seen
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_bench_gets_its_flags_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    seen = fake_bench(monkeypatch, code)
+    assert cli.main(["bench", "quality", "--json", "out.json", "--port", "1"]) == code
+    assert (seen[0].json, seen[0].port) == (Path("out.json"), 1)
+
+
+def test_bench_that_lacks_a_package_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_bench(monkeypatch, 0)
+    assert cli.main(["bench", "broken"]) == 2
+    assert "needs the package not_installed_x; install it with" in capsys.readouterr().err
+
+
+def test_a_module_of_ours_that_is_missing_is_no_users_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_BENCHES", {"quality": ("blendstore.bench.not_there", "help")})
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["bench", "quality"])
+
+
+def test_command_line_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install blendstore` gives the command without the blend core's dependencies."""
+    code = (
+        "import sys\n"
+        "from blendstore.cli import main\n"
+        "code = main(['config', 'show']) or main(['version'])\n"
+        "sys.exit(code or ('torch' in sys.modules) * 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_arguments_come_from_the_process_by_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["blendstore", "version"])
+    assert cli.main() == 0
+    assert "numpy" in capsys.readouterr().out
