@@ -1,0 +1,273 @@
+//! Namespaces: what must be equal for KV bytes to be interchangeable, and the keys that follow from it.
+//!
+//! Every key is a keyed BLAKE3 hash under a key derived from the namespace, so keys of two namespaces are never equal and
+//! can't be computed without the tenant salt. Content ids of many chunks are hashed side by side in SIMD lanes, which is
+//! why a chain key covers the content id (64 bytes, one compression) and not the tokens themselves.
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+use blake3::IncrementCounter;
+use blake3::platform::{MAX_SIMD_DEGREE, Platform, words_from_le_bytes_32};
+
+use crate::error::{Error, Result};
+use crate::key::{HEAD_ROOT, Key, SEGMENT_ROOT};
+
+const NAMESPACE_CONTEXT: &str = "blendstore 2026 namespace v1";
+const CHAIN_CONTEXT: &str = "blendstore 2026 chain key v1";
+const PREFIX_CONTEXT: &str = "blendstore 2026 context key v1";
+
+/// Bytes of one BLAKE3 block and of one BLAKE3 chunk (its leaf, not ours).
+const BLOCK: usize = 64;
+const LEAF: usize = 1024;
+
+// Domain flags of BLAKE3 (section 2.2 of its specification).
+const CHUNK_START: u8 = 1;
+const CHUNK_END: u8 = 1 << 1;
+const ROOT: u8 = 1 << 3;
+const KEYED_HASH: u8 = 1 << 4;
+
+/// Identity of interchangeable KV bytes.
+#[derive(Clone, Copy)]
+pub struct Namespace {
+    digest: [u8; 32],
+    chain_key: [u8; 32],
+    context_key: [u8; 32],
+}
+
+impl Namespace {
+    /// From named fields and a tenant salt. Fields and salt are length-framed: no two different lists hash alike.
+    pub fn new<N: AsRef<str>, V: AsRef<[u8]>>(fields: &[(N, V)], salt: &[u8]) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(NAMESPACE_CONTEXT);
+        let mut frame = |bytes: &[u8]| {
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        frame(salt);
+        for (name, value) in fields {
+            frame(name.as_ref().as_bytes());
+            frame(value.as_ref());
+        }
+        let digest = *hasher.finalize().as_bytes();
+        Self {
+            digest,
+            chain_key: blake3::derive_key(CHAIN_CONTEXT, &digest),
+            context_key: blake3::derive_key(PREFIX_CONTEXT, &digest),
+        }
+    }
+
+    /// 32 bytes that name it.
+    pub fn digest(&self) -> &[u8; 32] {
+        &self.digest
+    }
+
+    /// Content id of one chunk.
+    pub fn content_id(&self, tokens: &[u32]) -> Key {
+        *blake3::keyed_hash(&self.digest, &le_bytes(tokens)).as_bytes()
+    }
+
+    /// Chain key of the chunk with that content behind `parent`.
+    pub fn chain_key(&self, parent: &Key, content: &Key) -> Key {
+        let mut input = [0; BLOCK];
+        input[..32].copy_from_slice(parent);
+        input[32..].copy_from_slice(content);
+        *blake3::keyed_hash(&self.chain_key, &input).as_bytes()
+    }
+
+    /// Chain keys of the chunks of one segment that continues `parent` (one of the roots for a whole segment). The last
+    /// chunk may be short; no tokens have no chunks.
+    pub fn chain_keys(&self, tokens: &[u32], chunk_size: usize, parent: &Key) -> Vec<Key> {
+        let mut keys = self.content_ids(tokens.chunks(chunk_size.max(1)));
+        self.chain(&mut keys, *parent);
+        keys
+    }
+
+    /// Chain keys of all chunks of all segments, given as (start, stop) in `tokens`. With `head`, a segment that starts
+    /// at 0 begins a head chain.
+    pub fn segment_keys(
+        &self,
+        tokens: &[u32],
+        bounds: &[(usize, usize)],
+        chunk_size: usize,
+        head: bool,
+    ) -> Result<Vec<Key>> {
+        let chunk_size = chunk_size.max(1);
+        for &(start, stop) in bounds {
+            if start > stop || stop > tokens.len() {
+                return Err(Error::argument(
+                    "bounds",
+                    format!("({start}, {stop})"),
+                    format!("start <= stop <= {} (the number of tokens)", tokens.len()),
+                ));
+            }
+        }
+        let mut keys = self.content_ids(
+            bounds
+                .iter()
+                .flat_map(|&(start, stop)| tokens[start..stop].chunks(chunk_size)),
+        );
+        let mut rest = keys.as_mut_slice();
+        for &(start, stop) in bounds {
+            let (segment, after) = rest.split_at_mut((stop - start).div_ceil(chunk_size));
+            self.chain(
+                segment,
+                if head && start == 0 {
+                    HEAD_ROOT
+                } else {
+                    SEGMENT_ROOT
+                },
+            );
+            rest = after;
+        }
+        Ok(keys)
+    }
+
+    /// Context digests of the prefixes `tokens[..p]` for sorted positions.
+    pub fn context_digests(&self, tokens: &[u32], positions: &[usize]) -> Result<Vec<Key>> {
+        let mut hasher = blake3::Hasher::new_keyed(&self.context_key);
+        let mut done = 0;
+        let mut digests = Vec::with_capacity(positions.len());
+        for &position in positions {
+            if position < done || position > tokens.len() {
+                return Err(Error::argument(
+                    "positions",
+                    position,
+                    format!(
+                        "positions in ascending order, up to {} (the number of tokens)",
+                        tokens.len()
+                    ),
+                ));
+            }
+            hasher.update(&le_bytes(&tokens[done..position]));
+            digests.push(*hasher.finalize().as_bytes());
+            done = position;
+        }
+        Ok(digests)
+    }
+
+    /// Turns content ids in place into chain keys.
+    fn chain(&self, contents: &mut [Key], mut parent: Key) {
+        for key in contents {
+            *key = self.chain_key(&parent, key);
+            parent = *key;
+        }
+    }
+
+    /// Content ids of many chunks; runs of equal length that fill whole blocks of one leaf go through SIMD lanes.
+    fn content_ids<'a>(&self, chunks: impl Iterator<Item = &'a [u32]>) -> Vec<Key> {
+        let platform = Platform::detect();
+        let key = words_from_le_bytes_32(&self.digest);
+        let mut ids = Vec::with_capacity(chunks.size_hint().0);
+        let mut lanes: [&[u32]; MAX_SIMD_DEGREE] = [&[]; MAX_SIMD_DEGREE];
+        let mut waiting = 0;
+        for chunk in chunks {
+            if waiting == MAX_SIMD_DEGREE || (waiting > 0 && lanes[0].len() != chunk.len()) {
+                self.hash_lanes(platform, &key, &lanes[..waiting], &mut ids);
+                waiting = 0;
+            }
+            lanes[waiting] = chunk;
+            waiting += 1;
+        }
+        self.hash_lanes(platform, &key, &lanes[..waiting], &mut ids);
+        ids
+    }
+
+    /// Appends the content ids of chunks of equal length.
+    fn hash_lanes(&self, platform: Platform, key: &[u32; 8], lanes: &[&[u32]], ids: &mut Vec<Key>) {
+        macro_rules! by_length {
+            ($($bytes:literal)*) => {
+                match lanes.first().map_or(0, |lane| lane.len() * 4) {
+                    $($bytes => hash_leaves::<$bytes>(platform, key, lanes, ids),)*
+                    _ => ids.extend(lanes.iter().map(|lane| self.content_id(lane))),
+                }
+            };
+        }
+        if lanes.len() == 1 {
+            ids.push(self.content_id(lanes[0]));
+        } else {
+            by_length!(64 128 192 256 320 384 448 512 576 640 704 768 832 896 960 1024);
+        }
+    }
+}
+
+/// Keyed hashes of inputs that are each `N` bytes, whole blocks within one leaf: such a hash is one chain of compressions
+/// from the key, with the root flag on the last, so it vectorises across inputs.
+fn hash_leaves<const N: usize>(
+    platform: Platform,
+    key: &[u32; 8],
+    lanes: &[&[u32]],
+    ids: &mut Vec<Key>,
+) {
+    const { assert!(N.is_multiple_of(BLOCK) && N > 0 && N <= LEAF) };
+    #[cfg(target_endian = "little")]
+    let inputs: Vec<&[u8; N]> = lanes
+        .iter()
+        .map(|lane| bytes_of(lane).try_into().expect("lanes of N bytes"))
+        .collect();
+    #[cfg(target_endian = "big")]
+    let owned: Vec<[u8; N]> = lanes
+        .iter()
+        .map(|lane| le_bytes(lane)[..].try_into().expect("lanes of N bytes"))
+        .collect();
+    #[cfg(target_endian = "big")]
+    let inputs: Vec<&[u8; N]> = owned.iter().collect();
+    let from = ids.len();
+    ids.resize(from + lanes.len(), [0; 32]);
+    platform.hash_many(
+        &inputs,
+        key,
+        0,
+        IncrementCounter::No,
+        KEYED_HASH,
+        CHUNK_START,
+        CHUNK_END | ROOT,
+        ids[from..].as_flattened_mut(),
+    );
+}
+
+/// The bytes of tokens, as they lie in memory.
+#[cfg(target_endian = "little")]
+fn bytes_of(tokens: &[u32]) -> &[u8] {
+    // SAFETY: u32 has no padding, u8 needs no alignment, and the length is that of the same memory in bytes.
+    unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), std::mem::size_of_val(tokens)) }
+}
+
+/// Tokens as u32 little-endian.
+#[cfg(target_endian = "little")]
+fn le_bytes(tokens: &[u32]) -> &[u8] {
+    bytes_of(tokens)
+}
+
+/// Tokens as u32 little-endian.
+#[cfg(target_endian = "big")]
+fn le_bytes(tokens: &[u32]) -> Vec<u8> {
+    tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect()
+}
+
+impl PartialEq for Namespace {
+    fn eq(&self, other: &Self) -> bool {
+        self.digest == other.digest
+    }
+}
+
+impl Eq for Namespace {}
+
+impl Hash for Namespace {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.digest.hash(state);
+    }
+}
+
+impl fmt::Debug for Namespace {
+    /// The first bytes of the digest only: the digest keys the hashes, so it is a secret of the tenant.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Namespace({:02x}{:02x}…)",
+            self.digest[0], self.digest[1]
+        )
+    }
+}
