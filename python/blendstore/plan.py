@@ -223,8 +223,7 @@ def build_plan(
             )
         spans.append(span)
         fresh_from = end
-    if fresh_from < ntokens:
-        spans.append(Span(SpanKind.FRESH, fresh_from, ntokens))
+    spans.append(Span(SpanKind.FRESH, fresh_from, ntokens))  # the last token is nobody's
     return BlendPlan(ntokens, tuple(spans))
 
 

@@ -230,7 +230,7 @@ def _covering(tokenizer: Tokenizer, special_str: str, text: str) -> tuple[int, .
     blanks_before = len(special_str) - len(special_str.lstrip())
     blanks_behind = special_str[len(special_str.rstrip()) :]
     last = min(count for count, edge in edges.items() if edge >= core_stop)
-    for start in (core_start - blanks_before, core_start):
+    for start in (max(core_start - blanks_before, 0), core_start):
         first = max(count for count, edge in edges.items() if edge <= start)
         if shown[edges[first] : edges[last]].strip() == core:
             follower = shown[edges[last] : edges.get(last + 1, 0)]

@@ -119,12 +119,22 @@ def test_blanks_around_the_separator_do_not_hide_it(family: str, blanks: int) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_special_token_is_a_separator(family: str) -> None:
     tokenizer = with_special_token(family, "<|doc|>")
-    token = tokenizer.inner.token_to_id("<|doc|>")
+    (token,) = tokenizer.encode("<|doc|>", add_special_tokens=False)
     forms = derive_separator_ids(tokenizer, "<|doc|>")
     segmenter = SeparatorSegmenter(forms)
     ids = tokenizer.encode("a<|doc|>(b)<|doc|>\nc", add_special_tokens=False)
     assert ids.count(token) == 2
     assert len(segmenter.segment(np.array(ids, dtype=np.uint32)).segments) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_separator_whose_characters_are_several_tokens_each(family: str) -> None:
+    """Byte-level tokens are parts of characters, which decode to nothing sensible."""
+    tokenizer = made(family)
+    segmenter = SeparatorSegmenter(derive_separator_ids(tokenizer, " 🔥§ "))
+    ids = tokenizer.encode("one 🔥 🔥§ two 🔥§ three", add_special_tokens=False)
+    parts = segmenter.segment(np.array(ids, dtype=np.uint32)).segments
+    assert [tokenizer.decode(ids[s.start : s.stop]).strip() for s in parts] == ["one 🔥", "two", "three"]
 
 
 def test_a_separator_of_several_lines() -> None:
@@ -146,9 +156,9 @@ class Letters:
 
     name_or_path = ""
 
-    def __init__(self, *merged: str, lower: bool = False, end: bool = False) -> None:
+    def __init__(self, *merged: str, lower: bool = False, squeeze: bool = False, end: bool = False) -> None:
         self.bos_token_id: int | None = None
-        self._merged, self._lower, self._end = merged, lower, end
+        self._merged, self._lower, self._squeeze, self._end = merged, lower, squeeze, end
         self._pieces: list[str] = []
 
     def _id(self, piece: str) -> int:
@@ -158,6 +168,7 @@ class Letters:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = text.lower() if self._lower else text
+        text = " ".join(text.split()) if self._squeeze else text
         ids: list[int] = []
         while text:
             piece = next((pair for pair in self._merged if text.startswith(pair)), text[0])
@@ -193,6 +204,19 @@ def test_a_cut_that_was_not_foreseen_is_found_by_the_proof() -> None:
     """``l.`` merges with the separator only behind a word that no probe of neighbours has."""
     with pytest.raises(SegmentationError, match=r"built as one string is cut into.*segmenter: matcher"):
         derive_separator_ids(Letters("l.##", "##"), "##")
+
+
+@pytest.mark.parametrize("separator", ["-", " é ", "A"])
+def test_a_separator_that_probes_contain_is_learned_from_the_others(separator: str) -> None:
+    tokenizer = Letters()
+    assert {tokenizer.decode(form) for form in derive_separator_ids(tokenizer, separator)} == {separator}
+
+
+def test_a_tokenizer_that_squeezes_blanks_finds_a_wide_separator() -> None:
+    tokenizer = Letters(squeeze=True)
+    segmenter = SeparatorSegmenter(derive_separator_ids(tokenizer, "          #          "))
+    ids = tokenizer.encode("a          #          b", add_special_tokens=False)
+    assert len(segmenter.segment(np.array(ids, dtype=np.uint32)).segments) == 2
 
 
 def test_what_a_tokenizer_puts_behind_a_text_does_not_matter() -> None:
