@@ -27,8 +27,9 @@ class UnsupportedVocabulary(ValueError):
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Tokenizer of the GGUF file ``path``; adds no special tokens by itself, decodes without clean-up."""
+    """Tokenizer of the GGUF file ``path``; adds a BOS where the file says so, decodes without clean-up."""
     from gguf import GGUFReader
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     reader = GGUFReader(path)
@@ -46,6 +47,11 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     else:
         raise UnsupportedVocabulary(f"{path}: no tokenizer for GGUF vocabulary {kind!r} with pre-tokenizer {pre!r}")
     _add_special_pieces(backend, pieces, types)
+    if value("ggml.add_bos_token", False):
+        bos = value("ggml.bos_token_id")
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{pieces[bos]} $A", pair=f"{pieces[bos]} $A $B", special_tokens=[(pieces[bos], bos)]
+        )
     named = {
         f"{name}_token": pieces[value(f"ggml.{key}_token_id")]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Part of the cache folder's digest: raise it when a converted model would come out differently.
-_CONVERSION = 1
+_CONVERSION = 2
 _SAMPLE = 1 << 20
 
 
