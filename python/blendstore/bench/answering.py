@@ -27,8 +27,8 @@ class Answer:
 
     ``logits`` is float32 ``[len(answer), vocab]`` on any device: row i predicts answer token i, so row 0 comes from the
     prompt's last position. ``ttft_s`` is seconds from the token ids to row 0, without the answer's own tokens.
-    ``reused``, ``recomputed`` and ``fresh`` count the prompt's tokens; they add up to its length (exact prefix tokens are
-    ``reused``; for a full prefill everything is ``fresh``).
+    ``reused``, ``recomputed`` and ``fresh`` count the prompt's tokens; they add up to its length (exact prefix tokens
+    are ``reused``; for a full prefill everything is ``fresh``).
     """
 
     logits: torch.Tensor
@@ -77,7 +77,7 @@ class Answering(Protocol[CapturedT]):
         ...
 
     def blended(self, prompt: Prompt, captured: CapturedT, selector: str, ratio: float, options: Options) -> Answer:
-        """System prompt and documents from ``captured``, ``ratio`` of the context's tokens recomputed, the question fresh.
+        """System prompt and documents from ``captured``, ``ratio`` of the context recomputed, the question fresh.
 
         ``options`` always holds ``drift_correction`` (bool); the rest are the selector's own options. ``seed`` may be
         among them for ``random``. The selector sees the question, never the answer.

@@ -1,8 +1,8 @@
 """Real prose for the benches: the Jargon File (packaged, public domain) and, where gensim is installed, news articles.
 
 `narrative()` gives long continuous passages (the Jargon File's chapters and appendices), `documents()` many short texts
-about different things. News articles come from a data file of gensim's wheel (299 articles of the Australian Broadcasting
-Corporation), which is read where it lies and never copied; without it the documents are groups of lexicon entries.
+about different things. News articles come from a data file of gensim's wheel (299 articles of an Australian
+broadcaster), which is read where it lies and never copied; without it the documents are groups of lexicon entries.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """A fast tokenizer built from the vocabulary inside a GGUF file.
 
 transformers' own reading of GGUF vocabularies is not good enough for measurements: it gives Gemma's BPE vocabulary to a
-Unigram model (" code" becomes " c" + "ode"), and drops SmolLM2's rule that every digit stands alone. Here the two kinds of
-vocabulary are built as their models were trained:
+Unigram model (" code" becomes " c" + "ode"), and drops SmolLM2's rule that every digit stands alone. Here the two kinds
+of vocabulary are built as their models were trained:
 
 - ``gpt2``: byte-level BPE with the file's merges; every digit is a piece of its own (pre-tokenizer ``smollm``);
-- ``llama`` with scores: SentencePiece BPE. A merge's rank is the score of the piece it makes; user-defined pieces (runs of
-  blanks and newlines) are matched whole before any merge; unknown characters fall back to bytes.
+- ``llama`` with scores: SentencePiece BPE. A merge's rank is the score of the piece it makes; user-defined pieces (runs
+  of blanks and newlines) are matched whole before any merge; unknown characters fall back to bytes.
 """
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
 # Token types of the GGUF format.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
@@ -26,11 +26,10 @@ class UnsupportedVocabulary(ValueError):
     """The GGUF file's vocabulary is of a kind that has no faithful fast tokenizer here."""
 
 
-def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Tokenizer of the GGUF file ``path``; adds a BOS where the file says so, decodes without clean-up."""
+def read_tokenizer(path: Path) -> Any:
+    """A `PreTrainedTokenizerFast`; it adds a BOS where the file ``path`` says so, and decodes without clean-up."""
     from gguf import GGUFReader
     from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
 
     reader = GGUFReader(path)
 
@@ -57,7 +56,8 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if value(f"ggml.{key}_token_id") is not None
     }
-    return PreTrainedTokenizerFast(
+    transformers: Any = importlib.import_module("transformers")
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=value("chat_template"),
         clean_up_tokenization_spaces=False,

