@@ -1,8 +1,33 @@
-//! `blendstore._core`: thin conversions between Python and `blendstore-core`.
+//! `blendstore._core`: thin conversions between Python and `blendstore-core`, one file per exported class.
+//!
+//! `python/blendstore/_core.pyi` is the documentation and the contract; this crate adds no behaviour of its own.
+
+mod chunk_meta;
+mod dlpack;
+mod error;
+mod event;
+mod input;
+mod lease;
+mod matches;
+mod namespace;
+mod record_buffer;
+mod reservation;
+mod store;
+
 use pyo3::prelude::*;
 
+/// Rust core of blendstore: namespaces, the chunk store, leases, reservations and the matcher.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    Ok(())
+    module.add("StoreError", module.py().get_type::<error::StoreError>())?;
+    module.add("LeaseExpired", module.py().get_type::<error::LeaseExpired>())?;
+    module.add_class::<namespace::Namespace>()?;
+    module.add_class::<chunk_meta::ChunkMeta>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<record_buffer::RecordBuffer>()?;
+    module.add_class::<reservation::Reservation>()?;
+    module.add_class::<matches::Match>()?;
+    module.add_class::<event::Event>()?;
+    module.add_class::<store::Store>()
 }
