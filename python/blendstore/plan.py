@@ -171,15 +171,16 @@ def build_plan(
     if ntokens == 0 and not candidates:
         return BlendPlan(0, ())
 
-    ordered = sorted(candidates, key=_priority)
-    start, stop, row, source, group, group_start = _checked_columns(ntokens, ordered)
-    lead, exact_stop = _exact_lead(ordered, engine_prefix, ntokens - 1)
+    table = _best_first(ntokens, candidates)
+    start, stop, chunk, row, source, group, group_start, _ = table
+    lead, exact_stop = _exact_lead(table, engine_prefix, ntokens - 1)
 
     # Each token's owner: paint the candidates worst first, so that the best one that covers a token stays.
     owner = np.full(ntokens, -1, dtype=np.int64)
     reuse_stop = max(ntokens - max(query_tokens, 1), 0)
-    for index in range(len(ordered) - 1, -1, -1):
-        owner[start[index] : min(stop[index], reuse_stop)] = index
+    painted = zip(range(start.size), start.tolist(), np.minimum(stop, reuse_stop).tolist(), strict=True)
+    for index, begin, end in reversed(list(painted)):
+        owner[begin:end] = index
     owner[:engine_prefix] = -1
     begin = engine_prefix
     for index in lead:
@@ -200,22 +201,13 @@ def build_plan(
     fresh_from = engine_prefix
     if engine_prefix:
         spans.append(Span(SpanKind.PREFIX, 0, engine_prefix))
-    for begin, end, index in zip(
-        piece_start[keep].tolist(), piece_stop[keep].tolist(), piece_owner[keep].tolist(), strict=True
-    ):
+    kept, begins, ends = piece_owner[keep], piece_start[keep], piece_stop[keep]
+    moved = begins - start[kept]
+    columns = (begins, ends, chunk[kept], row[kept] + moved, source[kept] + moved, group[kept], group_start[kept])
+    for begin, end, *rest in zip(*(column.tolist() for column in columns), strict=True):
         if fresh_from < begin:
             spans.append(Span(SpanKind.FRESH, fresh_from, begin))
-        moved = begin - int(start[index])
-        span = Span(
-            SpanKind.EXACT if end <= exact_stop else SpanKind.REUSED,
-            begin,
-            end,
-            ordered[index].chunk,
-            int(row[index]) + moved,
-            int(source[index]) + moved,
-            int(group[index]),
-            int(group_start[index]),
-        )
+        span = Span(SpanKind.EXACT if end <= exact_stop else SpanKind.REUSED, begin, end, *rest)
         if spans and _continues(spans[-1], span):
             previous = spans.pop()
             span = Span(
@@ -227,19 +219,16 @@ def build_plan(
     return BlendPlan(ntokens, tuple(spans))
 
 
-def _priority(candidate: Candidate) -> tuple[int, ...]:
-    """Best first. All fields take part, so equal priority means equal candidates."""
-    c = candidate
-    return (c.start - c.stop, c.start, not c.exact, c.chunk, c.row, c.source, c.group, c.group_start)
+_COLUMNS = attrgetter("start", "stop", "chunk", "row", "source", "group", "group_start", "exact")
 
 
-_FIELDS = attrgetter("start", "stop", "row", "source", "group", "group_start", "exact", "chunk")
+def _best_first(ntokens: int, candidates: Sequence[Candidate]) -> Ints:
+    """The candidates' fields in the order of `_COLUMNS`, ``int64[8, n]``, best candidate first, proved to be in range.
 
-
-def _checked_columns(ntokens: int, candidates: Sequence[Candidate]) -> tuple[Ints, ...]:
-    """Start, stop, row, source, group and group_start of the candidates as ``int64[n]``, proved to be in range."""
-    table = np.array([_FIELDS(c) for c in candidates], dtype=np.int64).reshape(len(candidates), 8).T
-    start, stop, row, source, group, group_start, exact, chunk = table
+    All fields take part in the order, so equal priority means equal candidates.
+    """
+    table = np.array([_COLUMNS(c) for c in candidates], dtype=np.int64).reshape(len(candidates), 8).T
+    start, stop, chunk, row, source, group, group_start, exact = table
     wrong = (start < 0) | (stop <= start) | (stop > ntokens) | (row < 0) | (source < 0) | (chunk < 0)
     wrong |= (group_start > start) | ((exact != 0) & (source != start))
     if np.any(wrong):
@@ -247,22 +236,24 @@ def _checked_columns(ntokens: int, candidates: Sequence[Candidate]) -> tuple[Int
             f"{candidates[int(np.argmax(wrong))]} does not fit a prompt of {ntokens} tokens: a candidate needs "
             "0 ≤ start < stop ≤ ntokens, chunk, row and source ≥ 0, group_start ≤ start, and source == start if exact"
         )
-    return start, stop, row, source, group, group_start
+    order = np.lexsort((group_start, group, source, row, chunk, -exact, start, start - stop))
+    return np.ascontiguousarray(table[:, order])
 
 
-def _exact_lead(ordered: Sequence[Candidate], engine_prefix: int, last: int) -> tuple[list[int], int]:
+def _exact_lead(table: Ints, engine_prefix: int, last: int) -> tuple[list[int], int]:
     """Indices of the exact candidates that continue the prefix without a hole, and the position that they reach."""
-    by_start = sorted((c.start, index) for index, c in enumerate(ordered) if c.exact)
+    starts, stops, exact = table[0], table[1], np.flatnonzero(table[7])
+    exact = exact[np.argsort(starts[exact], kind="stable")]
     lead: list[int] = []
     reach, best, best_stop = engine_prefix, -1, engine_prefix
-    for start, index in by_start:
+    for index, start, stop in zip(exact.tolist(), starts[exact].tolist(), stops[exact].tolist(), strict=True):
         if start > reach:
             if best_stop <= reach or start > best_stop:
                 break
             lead.append(best)
             reach = best_stop
-        if ordered[index].stop > best_stop:
-            best, best_stop = index, ordered[index].stop
+        if stop > best_stop:
+            best, best_stop = index, stop
     if best_stop > reach:
         lead.append(best)
         reach = best_stop
