@@ -1,85 +1,33 @@
-//! The arena: one anonymous mapping for all records, and the allocator of ranges in it.
+//! The arena: all records in one mapping, which the system commits page by page as they are first written.
 //!
-//! The mapping is reserved whole and committed by the system page by page as records are first written, so it grows with
-//! use. The allocator is a two-level segregated fit (Masmano et al., ECRTS 2004): free ranges are listed by size class,
+//! The allocator of ranges in it is a two-level segregated fit (Masmano et al., ECRTS 2004): free ranges are listed by size class,
 //! a bitmap finds a class that fits, neighbours coalesce when freed. Both operations touch a bounded number of ranges, and
 //! what mixed sizes leave over is joined again. Its bookkeeping lies outside of the mapping.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::mapping::Mapping;
 
 /// Granularity and alignment of records in the arena, bytes.
 pub(crate) const UNIT: usize = 512;
 
-const HUGE_PAGE: usize = 2 << 20;
-
-/// Address range of the records. Reads and writes go through raw pointers; pins decide who may use which part.
+/// Memory of the records. Reads and writes go through raw pointers; pins decide who may use which part.
 #[derive(Debug)]
-pub(crate) struct Mapping {
-    base: *mut u8,
-    len: usize,
-    mapped: *mut libc::c_void,
-    mapped_len: usize,
-}
+pub(crate) struct Arena(Mapping);
 
-// SAFETY: the mapping is plain memory that stays until drop; access to its parts is ordered by the pins of their slots.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
+impl Arena {
     pub(crate) fn new(len: usize) -> Result<Self> {
-        let mapped_len = len
-            .checked_add(HUGE_PAGE)
-            .filter(|&n| n <= isize::MAX as usize);
-        let no_memory = |reason: String| Error::NoMemory { bytes: len, reason };
-        let mapped_len =
-            mapped_len.ok_or_else(|| no_memory("larger than the address space".into()))?;
-        // SAFETY: a fresh anonymous mapping at an address of the system's choice touches nothing that exists.
-        let mapped = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapped_len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if mapped == libc::MAP_FAILED {
-            return Err(no_memory(std::io::Error::last_os_error().to_string()));
-        }
-        let skip = mapped.cast::<u8>().align_offset(HUGE_PAGE);
-        // SAFETY: less than HUGE_PAGE is skipped, and that much more than `len` was mapped.
-        let base = unsafe { mapped.cast::<u8>().add(skip) };
-        #[cfg(target_os = "linux")]
-        // SAFETY: advice on a range of our own mapping; a refusal is harmless.
-        unsafe {
-            libc::madvise(base.cast(), len, libc::MADV_HUGEPAGE);
-        }
-        Ok(Self {
-            base,
-            len,
-            mapped,
-            mapped_len,
-        })
+        Mapping::new(len).map(Self)
     }
 
     /// Start of `len` bytes at `offset` units.
     pub(crate) fn at(&self, offset: u32, len: usize) -> *mut u8 {
         let start = offset as usize * UNIT;
         assert!(
-            start <= self.len && len <= self.len - start,
+            start <= self.0.len() && len <= self.0.len() - start,
             "a record lies within the arena"
         );
         // SAFETY: just checked to be within the mapping.
-        unsafe { self.base.add(start) }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: ours, unmapped once; views keep the store and with it the mapping alive.
-        unsafe { libc::munmap(self.mapped, self.mapped_len) };
+        unsafe { self.0.base().add(start) }
     }
 }
 
@@ -315,3 +263,6 @@ impl Allocator {
         id
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crate::error::Result;
 use crate::key::Key;
+use crate::mapping::{Table, Zeroed};
 
 /// Map from keys to slots. An entry is a hint: the reader verifies the full key at the slot, under a pin.
 ///
@@ -29,6 +31,9 @@ const WAYS: usize = 8;
 #[repr(align(64))]
 struct Bucket([AtomicU64; WAYS]);
 
+// SAFETY: atomic integers, for which zero is a value.
+unsafe impl Zeroed for Bucket {}
+
 /// Fixed table of two-choice buckets, half full at most.
 ///
 /// An entry never moves, so a reader can't miss a key that is there, and there are no tombstones to clean. Keys are
@@ -36,22 +41,16 @@ struct Bucket([AtomicU64; WAYS]);
 /// takes those.
 #[derive(Debug)]
 pub struct SlotTable {
-    buckets: Box<[Bucket]>,
+    buckets: Table<Bucket>,
     stash: Bucket,
     stashed: AtomicUsize,
 }
 
 impl SlotTable {
     /// For at most `max_chunks` keys.
-    pub fn new(max_chunks: usize) -> Self {
-        let len = max_chunks.div_ceil(WAYS / 2).max(2);
-        // SAFETY: a bucket is atomic integers, for which zero is a value.
-        let buckets = unsafe { Box::new_zeroed_slice(len).assume_init() };
-        Self {
-            buckets,
-            stash: Bucket::default(),
-            stashed: AtomicUsize::new(0),
-        }
+    pub fn new(max_chunks: usize) -> Result<Self> {
+        let buckets = Table::new(max_chunks.div_ceil(WAYS / 2).max(2))?;
+        Ok(Self { buckets, stash: Bucket::default(), stashed: AtomicUsize::new(0) })
     }
 
     fn word(key: &Key, index: usize) -> u64 {
@@ -175,3 +174,6 @@ pub(crate) fn prefetch<T>(at: &T) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;
 }
+
+#[cfg(test)]
+mod tests;

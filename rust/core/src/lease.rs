@@ -13,7 +13,7 @@ use crate::key::Key;
 use crate::record::{self, Layout};
 use crate::stats::Read;
 use crate::store::Shared;
-use crate::sync::Ordering::Relaxed;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// A slot, and the life of it that is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,7 +213,7 @@ impl Lease {
         let hold = self.hold(index)?;
         let part = part(&Layout::of(&self.store.chunks, hold.slot));
         Ok(View {
-            start: record::part(&self.store.mapping, &self.store.chunks, hold.slot, &part),
+            start: record::part(&self.store.arena, &self.store.chunks, hold.slot, &part),
             len: part.len(),
             hold: Arc::new(hold),
         })
@@ -255,7 +255,7 @@ impl Hold {
 
     /// Part of a published record.
     fn bytes(&self, part: &Range<usize>) -> &[u8] {
-        let start = record::part(&self.store.mapping, &self.store.chunks, self.slot, part);
+        let start = record::part(&self.store.arena, &self.store.chunks, self.slot, part);
         // SAFETY: held, and published before the lease that led here was made; published bytes don't change.
         unsafe { std::slice::from_raw_parts(start, part.len()) }
     }

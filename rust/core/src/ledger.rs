@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
 use crate::arena::Allocator;
-use crate::chunk::{Complete, Evict, Labels, NIL, Reserved};
+use crate::chunk::{Labels, NIL};
 use crate::events::EventKind;
 use crate::eviction::{Heat, Policy};
 use crate::index::ChunkIndex;
@@ -18,7 +18,8 @@ use crate::namespace::Namespace;
 use crate::record;
 use crate::stats::Read;
 use crate::store::Shared;
-use crate::sync::Ordering::Relaxed;
+use crate::word::{Complete, Evict, Reserved};
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Provenance of records that only exact reuse may take: the matcher doesn't know them.
 pub(crate) const HEAD: u8 = 0;
@@ -276,7 +277,7 @@ impl Ledger {
         self.list_if_leaf(store, slot, true);
         if cold.labels().provenance != HEAD {
             // SAFETY: resident under the lock, so it stays until the call ends.
-            let tokens = unsafe { record::tokens(&store.mapping, &store.chunks, slot) };
+            let tokens = unsafe { record::tokens(&store.arena, &store.chunks, slot) };
             store
                 .matcher
                 .insert(namespace, slot, generation, tokens, parent);
@@ -332,10 +333,10 @@ impl Ledger {
         if labels.provenance != HEAD {
             // SAFETY: doomed under the lock and not released yet, so its bytes stay until the call ends.
             let (digest, tokens) = unsafe {
-                let (mapping, chunks) = (&store.mapping, &store.chunks);
+                let (arena, chunks) = (&store.arena, &store.chunks);
                 (
-                    record::namespace(mapping, chunks, slot),
-                    record::tokens(mapping, chunks, slot),
+                    record::namespace(arena, chunks, slot),
+                    record::tokens(arena, chunks, slot),
                 )
             };
             store.matcher.remove(digest, slot, tokens);
@@ -454,7 +455,7 @@ impl Ledger {
         }
         parent_links
             .first_child
-            .store(child, crate::sync::Ordering::Release);
+            .store(child, std::sync::atomic::Ordering::Release);
         if parent_links.labels().listed {
             self.policy.remove(parent);
             self.set_labels(store, parent, |labels| labels.listed = false);

@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use crate::arena::Mapping;
+use crate::arena::Arena;
 use crate::chunk::{Chunks, Labels};
 use crate::key::Key;
-use crate::sync::Ordering;
+use std::sync::atomic::Ordering;
 
 /// Byte ranges of the parts of a record, from its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,8 +72,8 @@ impl Layout {
 }
 
 /// Start of a record's part; the caller has the slot pinned or reserved while it uses it.
-pub(crate) fn part(mapping: &Mapping, chunks: &Chunks, slot: u32, part: &Range<usize>) -> *mut u8 {
-    let start = mapping.at(chunks.hot(slot).offset.load(Ordering::Relaxed), part.end);
+pub(crate) fn part(arena: &Arena, chunks: &Chunks, slot: u32, part: &Range<usize>) -> *mut u8 {
+    let start = arena.at(chunks.hot(slot).offset.load(Ordering::Relaxed), part.end);
     // SAFETY: `at` checked that the record reaches at least to the part's end.
     unsafe { start.add(part.start) }
 }
@@ -82,9 +82,9 @@ pub(crate) fn part(mapping: &Mapping, chunks: &Chunks, slot: u32, part: &Range<u
 ///
 /// # Safety
 /// The slot is pinned for as long as the slice lives, and was published (its tokens don't change any more).
-pub(crate) unsafe fn tokens<'a>(mapping: &Mapping, chunks: &Chunks, slot: u32) -> &'a [u32] {
+pub(crate) unsafe fn tokens<'a>(arena: &Arena, chunks: &Chunks, slot: u32) -> &'a [u32] {
     let range = Layout::of(chunks, slot).tokens;
-    let start = part(mapping, chunks, slot, &range);
+    let start = part(arena, chunks, slot, &range);
     // SAFETY: the part lies in the arena, starts at a multiple of 4, and the caller vouches for the pin.
     unsafe { std::slice::from_raw_parts(start.cast(), range.len() / 4) }
 }
@@ -93,10 +93,10 @@ pub(crate) unsafe fn tokens<'a>(mapping: &Mapping, chunks: &Chunks, slot: u32) -
 ///
 /// # Safety
 /// As for [`tokens`].
-pub(crate) unsafe fn namespace<'a>(mapping: &Mapping, chunks: &Chunks, slot: u32) -> &'a [u8; 32] {
+pub(crate) unsafe fn namespace<'a>(arena: &Arena, chunks: &Chunks, slot: u32) -> &'a [u8; 32] {
     let range = Layout::of(chunks, slot).namespace;
     // SAFETY: 32 bytes within the arena that don't change while the slot is pinned.
-    unsafe { &*part(mapping, chunks, slot, &range).cast() }
+    unsafe { &*part(arena, chunks, slot, &range).cast() }
 }
 
 /// What is written with the payload when a chunk is reserved.
@@ -111,9 +111,9 @@ pub(crate) struct Tail<'a> {
 ///
 /// # Safety
 /// The caller owns the reserved slot, whose fields are set.
-pub(crate) unsafe fn write_tail(mapping: &Mapping, chunks: &Chunks, slot: u32, tail: &Tail<'_>) {
+pub(crate) unsafe fn write_tail(arena: &Arena, chunks: &Chunks, slot: u32, tail: &Tail<'_>) {
     let layout = Layout::of(chunks, slot);
-    let base = part(mapping, chunks, slot, &(0..layout.bytes()));
+    let base = part(arena, chunks, slot, &(0..layout.bytes()));
     // SAFETY: every part lies in the record, which is the caller's alone; the sources are slices of those lengths.
     unsafe {
         let to = |range: &Range<usize>| base.add(range.start);

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::chunk::{Labels, Reserved};
+use crate::chunk::Labels;
 use crate::error::{Error, Result};
 use crate::key::{HEAD_ROOT, Key, NO_CONTEXT, SEGMENT_ROOT};
 use crate::lease::{Hold, Pin};
@@ -13,7 +13,8 @@ use crate::namespace::Namespace;
 use crate::record::{self, Layout, Tail};
 use crate::stats::Read;
 use crate::store::Shared;
-use crate::sync::Ordering::Relaxed;
+use crate::word::Reserved;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// What is to be stored, besides the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -237,7 +238,7 @@ pub(crate) fn reserve(
             behind: request.behind,
         };
         // SAFETY: just reserved by us, its fields filled in.
-        unsafe { record::write_tail(&store.mapping, &store.chunks, *slot, &tail) };
+        unsafe { record::write_tail(&store.arena, &store.chunks, *slot, &tail) };
     }
     Ok(Reservation {
         store: store.clone(),
@@ -381,7 +382,7 @@ impl Reservation {
         }
         let hold = Hold::adopt(&self.store, pin);
         let payload = Layout::of(&self.store.chunks, pin.slot).payload;
-        let start = record::part(&self.store.mapping, &self.store.chunks, pin.slot, &payload);
+        let start = record::part(&self.store.arena, &self.store.chunks, pin.slot, &payload);
         Ok(ViewMut {
             start,
             len: payload.len(),
@@ -418,12 +419,7 @@ impl Reservation {
                 accepted,
             ));
         }
-        let start = record::part(
-            &self.store.mapping,
-            &self.store.chunks,
-            *slot,
-            &layout.scores,
-        );
+        let start = record::part(&self.store.arena, &self.store.chunks, *slot, &layout.scores);
         // SAFETY: the scores of a reserved record, written by one thread at a time (the lock); as many as there is room for.
         unsafe {
             std::ptr::copy_nonoverlapping(scores.as_ptr().cast(), start, layout.scores.len())

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::arena::{Mapping, UNIT};
+use crate::arena::{Arena, UNIT};
 use crate::chunk::{Chunks, NIL};
 use crate::error::{Error, Result};
 use crate::events::{Event, EventKind, Events};
@@ -17,7 +17,7 @@ use crate::namespace::Namespace;
 use crate::record;
 use crate::reservation::{self, Request, Reservation};
 use crate::stats::{Read, ReadCounters, Stats};
-use crate::sync::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 /// Children of a chunk that the matcher is told of.
 const MAX_CHILDREN: usize = 64;
@@ -98,7 +98,7 @@ pub struct Store {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub options: Options,
-    pub mapping: Mapping,
+    pub arena: Arena,
     pub chunks: Chunks,
     pub index: SlotTable,
     pub matcher: Matcher,
@@ -117,9 +117,9 @@ impl Store {
         let policy = options.policy.build(max_chunks);
         let shared = Shared {
             options,
-            mapping: Mapping::new(options.capacity_bytes)?,
-            chunks: Chunks::new(max_chunks, options.policy.hit_cap()),
-            index: SlotTable::new(max_chunks),
+            arena: Arena::new(options.capacity_bytes)?,
+            chunks: Chunks::new(max_chunks, options.policy.hit_cap())?,
+            index: SlotTable::new(max_chunks)?,
             matcher: Matcher::new(max_chunks, options.chunk_size),
             reads: ReadCounters::default(),
             returns: Returns::default(),
@@ -386,7 +386,7 @@ impl Shared {
         self.after_unpin(Pin { slot, generation }, unpinned, nbytes);
     }
 
-    fn after_unpin(&self, pin: Pin, unpinned: crate::chunk::Unpinned, nbytes: u64) {
+    fn after_unpin(&self, pin: Pin, unpinned: crate::word::Unpinned, nbytes: u64) {
         if unpinned.last {
             self.reads.subtract(Read::BytesPinned, nbytes);
         }
@@ -465,7 +465,7 @@ impl Resolver for Shared {
 impl Known for Held<'_> {
     fn namespace(&self) -> &[u8; 32] {
         // SAFETY: held, and published before anybody learned its generation.
-        unsafe { record::namespace(&self.store.mapping, &self.store.chunks, self.slot) }
+        unsafe { record::namespace(&self.store.arena, &self.store.chunks, self.slot) }
     }
 
     fn key(&self) -> Key {
@@ -474,7 +474,7 @@ impl Known for Held<'_> {
 
     fn tokens(&self) -> &[u32] {
         // SAFETY: held, and published before anybody learned its generation.
-        unsafe { record::tokens(&self.store.mapping, &self.store.chunks, self.slot) }
+        unsafe { record::tokens(&self.store.arena, &self.store.chunks, self.slot) }
     }
 
     fn parent(&self) -> Option<(u32, u32)> {

@@ -1,6 +1,6 @@
-//! Atomics: the standard ones, or loom's when the state machine is model checked (`--cfg loom`).
+//! The atomic of the state machine: the standard one, or loom's when it is model checked (`--cfg loom`).
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
