@@ -83,7 +83,7 @@ def test_case_s03_document_alone_and_within_a_template_has_the_same_keys(family:
     def document_keys(ids: list[int], number: int) -> bytes:
         cut = segmenter.segment(array(ids))
         segment = cut.segments[number]
-        return model.chain_keys(array(ids[segment.start : segment.stop]), chunk_size=16)
+        return model.chain_keys(array(ids[segment.start : segment.stop]).data, chunk_size=16)
 
     alone = document_keys(bos + document, 0)
     assert document_keys(template + separator + document + separator + behind, 1) == alone
