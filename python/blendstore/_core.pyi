@@ -4,8 +4,24 @@ Token arrays are C-contiguous buffers of ``uint32`` (numpy ``uint32``); keys are
 Every call that can take longer than about 5 µs releases the GIL. A miss never raises.
 """
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import Final, final
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "ChunkMeta",
+    "Event",
+    "Lease",
+    "LeaseExpired",
+    "Match",
+    "Namespace",
+    "RecordBuffer",
+    "Reservation",
+    "Store",
+    "StoreError",
+    "__version__",
+]
 
 __version__: Final[str]
 
@@ -35,7 +51,7 @@ class Namespace:
         With ``head`` a segment that starts at 0 is a head chain."""
     def context_digests(self, tokens: Buffer, positions: Buffer) -> bytes:
         """Packed context digests (32 bytes each) of the prefixes ``tokens[:p]``; ``positions`` is sorted ``int64[n]``."""
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -100,7 +116,16 @@ class RecordBuffer:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, view: memoryview, /) -> None: ...
-    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> object: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Capsule of a 1-D CPU tensor without a copy. From DLPack 1.0 on a published record is marked read-only; older
+        consumers are trusted not to write to it."""
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 @final

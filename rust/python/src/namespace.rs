@@ -17,7 +17,7 @@ pub(crate) struct Namespace(pub(crate) Core);
 #[pymethods]
 impl Namespace {
     #[new]
-    #[pyo3(signature = (fields, *, salt = b"".as_slice()))]
+    #[pyo3(signature = (fields, *, salt = &[] as &[u8]), text_signature = "(fields, *, salt=b'')")]
     fn new(fields: Vec<(PyBackedStr, PyBackedBytes)>, salt: &[u8]) -> Self {
         Self(Core::new(&fields, salt))
     }

@@ -76,11 +76,16 @@ impl Store {
         Ok(PyBytes::new(py, &found))
     }
 
-    #[pyo3(signature = (
-        namespace, tokens, *, bytes_per_token, source_position, provenance, rank, contexts = None,
-        behind = b"".as_slice(), behind_tokens = 0, head = false, parent = None, parent_offset = 0, with_scores = false,
-        save_unfull_chunk = true,
-    ))]
+    #[pyo3(
+        signature = (
+            namespace, tokens, *, bytes_per_token, source_position, provenance, rank, contexts = None,
+            behind = &[] as &[u8], behind_tokens = 0, head = false, parent = None, parent_offset = 0,
+            with_scores = false, save_unfull_chunk = true,
+        ),
+        text_signature = "($self, namespace, tokens, *, bytes_per_token, source_position, provenance, rank, contexts=None, \
+            behind=b'', behind_tokens=0, head=False, parent=None, parent_offset=0, with_scores=False, \
+            save_unfull_chunk=True)"
+    )]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python method")]
     fn reserve(
         &self,
