@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-    from blendstore.bench.prompts import Prompt
+    from blendstore.bench.prompts import Prompt, Tokenizer
 
 Ids = list[int]
 Options = Mapping[str, bool | int | float | str]
@@ -83,3 +83,35 @@ class Answering(Protocol[CapturedT]):
         among them for ``random``. The selector sees the question, never the answer.
         """
         ...
+
+
+class OpenAnswering(Protocol):
+    """``inprocess.open_answering``: the engine of a model named as for `models.load`, and its tokenizer."""
+
+    def __call__(self, model: str, *, dtype: str, device: str) -> tuple[Answering[Any], Tokenizer]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer that was really generated; seconds from sending. ``ttft_s`` is None when no text came at all."""
+
+    ttft_s: float | None
+    total_s: float
+    text: str
+
+
+class Generating(Protocol):
+    """An engine that serves: it reuses and keeps documents on its own, as the same engine would behind a server.
+
+    ``inprocess.py`` offers `OpenGenerating` as ``open_generating``.
+    """
+
+    def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> Completion:
+        """Greedy continuation of at most ``max_tokens`` tokens; the prompt's documents are kept for later prompts."""
+        ...
+
+
+class OpenGenerating(Protocol):
+    """Opens an engine whose documents are cut by ``separator``, and its tokenizer."""
+
+    def __call__(self, model: str, *, separator: str, dtype: str, device: str) -> tuple[Generating, Tokenizer]: ...

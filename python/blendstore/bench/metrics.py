@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Metrics of one answer: ``kl`` is the mean of KL(full ‖ method) in nats over ``n`` positions, ``agree`` counts those
-    where both would say the same token, ``nll`` is the mean of the answer's negative log-probability in nats, ``exact``
-    tells for each span whether every token of it would have been said."""
+    """Metrics of one answer.
+
+    ``kl`` is the mean of KL(full ‖ method) in nats over ``n`` positions, ``agree`` counts those where both would say
+    the same token, ``nll`` is the mean negative log-probability of the answer's tokens in nats, ``exact`` tells for
+    each span whether every token of it would have been said."""
 
     kl: float
     agree: int
@@ -39,8 +41,8 @@ def measure(
 
     if logits.shape != reference.shape or logits.shape[0] != len(answer):
         raise ValueError(
-            f"logits {tuple(logits.shape)} and reference {tuple(reference.shape)} must both have one row for each of the "
-            f"{len(answer)} answer tokens"
+            f"logits {tuple(logits.shape)} and reference {tuple(reference.shape)} must both have one row for each of "
+            f"the {len(answer)} answer tokens"
         )
     mine, full = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
     if not torch.isfinite(mine).all():

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blendstore.bench import corpus
@@ -59,6 +59,7 @@ class Tokenizer(Protocol):
     @property
     def bos_token_id(self) -> int | None: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,16 @@ def quality_prompts(
         yield build(tokenizer, kinds[kind], first_seed + seed, corpus_name)
 
 
-def build(tokenizer: Tokenizer, kind: str, seed: int, corpus_name: corpus.CorpusName = "auto") -> Prompt:
-    """The prompt of one kind and seed."""
+def build(
+    tokenizer: Tokenizer,
+    kind: str,
+    seed: int,
+    corpus_name: corpus.CorpusName = "auto",
+    documents: int | None = None,
+) -> Prompt:
+    """The prompt of one kind and seed; with ``documents`` documents, or a drawn number of 4 to 8."""
     rng = random.Random(f"blendstore quality {kind} {seed}")
-    texts = write(kind, rng, corpus_name)
+    texts = write(kind, rng, corpus_name, documents)
     others = _other_documents(rng, texts.documents, 3, corpus_name)
     return _encode(tokenizer, kind, seed, texts, others)
 
@@ -197,6 +204,11 @@ def _questions(kind: str, rng: random.Random, bodies: Sequence[str]) -> Texts:
     for k in rest:
         answer += [(f"The secret code of {names[k]} is", False), (f" {codes[k]}", True), (".\n", False)]
     return Texts(documents, f"\n\nAnswers:\nThe secret code of {names[first]} is", answer)
+
+
+def shortened(prompt: Prompt, documents: int) -> Prompt:
+    """The same prompt with only its first documents, for warming up."""
+    return replace(prompt, documents=prompt.documents[:documents])
 
 
 @dataclass(frozen=True, slots=True)

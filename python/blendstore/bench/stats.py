@@ -1,8 +1,8 @@
 """Bootstrap over prompts for ratios of sums, with the same resamples for every method.
 
-The headline number is a *share*: the sum over prompts of a method's KL divided by the sum of the KL that full reuse leaves
-on the same prompts. Prompts are resampled with replacement; because all methods share the resamples, the interval of a
-difference between two methods is a paired one, much narrower than two intervals side by side.
+The headline number is a *share*: the sum over prompts of a method's KL divided by the sum of the KL that full reuse
+leaves on the same prompts. Prompts are resampled with replacement; because all methods share the resamples, the
+interval of a difference between two methods is a paired one, much narrower than two intervals side by side.
 """
 
 from __future__ import annotations

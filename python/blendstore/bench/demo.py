@@ -1,0 +1,232 @@
+"""``python -m blendstore.bench.demo`` (``make demo``): the main job on a real model, in a few minutes on a laptop.
+
+Multi-document questions over real prose: ten documents, a fact hidden in each, every fact asked for. The documents' KV is
+in the store; every way of answering gets the same prompts, teacher-forced, so that time and quality stand side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blendstore.bench import prompts, report
+from blendstore.bench.answering import Answer, Answering, Options
+from blendstore.bench.rows import method_columns, record
+from blendstore.bench.stats import Bootstrap
+
+DOCUMENTS = 10
+# Fewer prompts than this say nothing about the spread of a time.
+_LEAST_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of answering. ``selector`` None: no reuse (ratio 1) or only the exact prefix (ratio 0)."""
+
+    name: str
+    selector: str | None
+    ratio: float
+    drift_correction: bool = False
+
+    @property
+    def options(self) -> Options:
+        """What goes to the engine."""
+        return {"drift_correction": self.drift_correction}
+
+
+NO_REUSE = Way("no reuse", None, 1.0)
+PREFIX_CACHE = Way("prefix cache", None, 0.0)
+FULL_REUSE = Way("full reuse, nothing recomputed", "none", 0.0)
+BLENDS = (
+    Way("blend, K deviation", "deviation", 0.15),
+    Way("blend, default", "query", 0.15, drift_correction=True),
+    Way("blend, default", "query", 0.10, drift_correction=True),
+)
+WAYS = (NO_REUSE, PREFIX_CACHE, FULL_REUSE, *BLENDS)
+SHOWN = BLENDS[-1]
+COLUMNS = {
+    "method": "way of answering",
+    "ratio": "ratio",
+    "ttft_ms_median": "TTFT ms",
+    "ttft_ms_quartiles": "quartiles",
+    "speedup": "speed-up",
+    "reused": "reused",
+    "recomputed": "recomputed",
+    "fresh": "fresh",
+    "kl": "KL",
+    "kl_share_left": "share of KL left",
+    "top1": "top-1",
+    "exact_match": "exact match",
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the demo found: results by way, in the order of the prompts, and one prompt with two answers to show."""
+
+    prompts: list[prompts.Prompt]
+    results: dict[Way, list[dict[str, Any]]]
+    example: tuple[prompts.Prompt, Answer, Answer]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the demo."""
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m or a folder (default: smollm2)")
+    parser.add_argument("--prompts", type=int, default=10, help="prompts of at least 2,000 tokens (default: 10)")
+    parser.add_argument("--time-limit", type=float, default=180.0, help="start no further prompt after these seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", default=Path("demo.json"))
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", default=Path("demo.png"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit status."""
+    from blendstore.bench.inprocess import open_answering
+
+    print(f"Loading {args.model} …", file=sys.stderr, flush=True)
+    engine, tokenizer = open_answering(args.model, dtype="float32", device="cpu")
+    todo = [question(tokenizer, 1_000 * args.seed + index) for index in range(max(args.prompts, _LEAST_PROMPTS))]
+    measured = measure_all(engine, todo, args.time_limit)
+    rows = summarise(measured, args.model)
+    tokens = statistics.fmean(len(prompt.ids) for prompt in measured.prompts)
+    show_example(measured.example, tokenizer.decode)
+    report.print_table(
+        f"{args.model} on CPU: {len(measured.prompts)} prompts of {DOCUMENTS} documents, {tokens:,.0f} tokens on average; "
+        "KL, top-1 and share against full prefill",
+        rows,
+        COLUMNS,
+    )
+    report.write_json(args.json, rows)
+    report.plot_quality(
+        args.plot,
+        rows,
+        title=f"{args.model}: {DOCUMENTS} documents, {tokens:,.0f} tokens, CPU",
+        y="kl",
+        y_label="KL to full prefill, nats (lower is better)",
+    )
+    print(f"Written: {args.json}, {args.plot}")
+    return 0
+
+
+def question(tokenizer: prompts.Tokenizer, seed: int) -> prompts.Prompt:
+    """A prompt of ten documents with a fact in each."""
+    return prompts.build(tokenizer, "fact", seed, documents=DOCUMENTS)
+
+
+def measure_all(engine: Answering[Any], todo: Sequence[prompts.Prompt], time_limit_s: float) -> Measured:
+    """Answer the prompts in every way; the order of the ways turns from prompt to prompt, so that none is favoured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    results: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    done: list[prompts.Prompt] = []
+    example = None
+    started = time.perf_counter()
+    columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("warming up", total=len(todo) * (len(WAYS) + 1))
+        _warm_up(engine, todo[0])
+        for number, prompt in enumerate(todo):
+            if time.perf_counter() - started > time_limit_s and len(done) >= _LEAST_PROMPTS:
+                break
+            progress.update(bar, description="storing the documents")
+            captured = engine.capture(prompt, prompt.provenance("lead_in"))
+            progress.advance(bar)
+            answers = {}
+            turned = [*WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]]
+            for way in turned:
+                progress.update(bar, description=way.name)
+                answers[way] = answer(engine, prompt, captured, way)
+                progress.advance(bar)
+            for way in WAYS:
+                results[way].append(record(answers[way], answers[NO_REUSE], prompt))
+            example = example or (prompt, answers[NO_REUSE], answers[SHOWN])
+            done.append(prompt)
+    if example is None:
+        raise ValueError("no prompt was answered: give at least one")
+    return Measured(done, results, example)
+
+
+def answer(engine: Answering[Any], prompt: prompts.Prompt, captured: Any, way: Way) -> Answer:
+    """One prompt in one way."""
+    if way is NO_REUSE:
+        return engine.full(prompt.ids, prompt.answer)
+    if way is PREFIX_CACHE:
+        return engine.prefix_cached(prompt, captured)
+    if way.selector is None:
+        raise ValueError(f"{way.name}: a selector is missing")
+    return engine.blended(prompt, captured, way.selector, way.ratio, way.options)
+
+
+def summarise(measured: Measured, model: str) -> list[dict[str, Any]]:
+    """One row a way of answering."""
+    boot = Bootstrap(len(measured.prompts))
+    kinds = [prompt.kind for prompt in measured.prompts]
+    reuse = [result["kl"] for result in measured.results[FULL_REUSE]]
+    full_ttft = statistics.median(result["ttft_ms"] for result in measured.results[NO_REUSE])
+    rows = []
+    for way, results in measured.results.items():
+        blending = way.selector is not None
+        low, _, high = statistics.quantiles([result["ttft_ms"] for result in results], n=4)
+        columns = method_columns(results, kinds, reuse, full_ttft, boot)
+        rows.append(
+            {
+                "method": way.name,
+                "model": model,
+                "selector": way.selector or way.name,
+                "ratio": way.ratio if blending else None,
+                "provenance": "lead_in" if blending else None,
+                "format": "float32" if blending else None,
+                **columns,
+                "ttft_ms_quartiles": [low, high],
+            }
+        )
+    return rows
+
+
+def show_example(example: tuple[prompts.Prompt, Answer, Answer], decode: Callable[[Sequence[int]], str]) -> None:
+    """Print one prompt's questions with what full prefill and the blend would say to each."""
+    prompt, full, blended = example
+    said = {"no reuse": full.logits.argmax(-1).tolist(), "blend": blended.logits.argmax(-1).tolist()}
+    print(f"\nOne of the prompts ({len(prompt.ids):,} tokens, {len(prompt.documents)} documents), its first document:")
+    print(f"  {decode(prompt.documents[0]).strip()[:400]} …\n")
+    asked = decode(prompt.question)
+    before = 0
+    for start, stop in prompt.answer_spans:
+        asked = (asked + decode(prompt.answer[before:start])).strip().splitlines()[-1]
+        right = decode(prompt.answer[start:stop]).strip()
+        replies = []
+        for name, tokens in said.items():
+            reply = decode(tokens[start:stop]).strip()
+            replies.append(f"{name}: {reply:6} {'✓' if reply == right else '✗'}")
+        print(f"  {asked:34} {'   '.join(replies)}   (right: {right})")
+        before, asked = stop, ""
+    print(
+        f"  Time to first token: {1e3 * full.ttft_s:,.0f} ms without reuse, {1e3 * blended.ttft_s:,.0f} ms blended.\n"
+    )
+
+
+def _warm_up(engine: Answering[Any], prompt: prompts.Prompt) -> None:
+    """Every way once, untimed: the first call of each pays for lazy set-up."""
+    short = prompts.shortened(prompt, 2)
+    captured = engine.capture(short, short.provenance("lead_in"))
+    for way in WAYS:
+        answer(engine, short, captured, way)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(prog="blendstore-demo", description="Multi-document QA with and without reuse.")
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,361 @@
+"""``blendstore bench quality``: what each way of reusing KV costs in quality, on the fixed prompt set.
+
+Every method (selector, recompute ratio, provenance of the reused KV) answers the same prompts, teacher-forced, and is
+compared with full prefill. Results are appended to a JSON-lines file as they come (``--resume``): an interrupted run
+goes on where it stopped and a later run can add methods. The leak of case b12 is measured on prompts of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from blendstore.bench import corpus, prompts, report
+from blendstore.bench.answering import Answer, Answering, Options
+from blendstore.bench.metrics import log_probability, says
+from blendstore.bench.results import Key, Results
+from blendstore.bench.rows import method_columns, record
+from blendstore.bench.stats import Bootstrap, Estimate
+
+DEFAULT_SELECTOR = "query"
+DEFAULT_SELECTORS = "none,random,head,deviation,query"
+DEFAULT_RATIOS = "0.05,0.10,0.15"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way of answering. ``selector`` is as on the command line: a name, then ``:option=value`` for each option."""
+
+    selector: str
+    ratio: float
+    provenance: str
+
+    @property
+    def key(self) -> Key:
+        """Identifies the method in result files."""
+        return (self.selector, self.ratio, self.provenance)
+
+
+FULL = Method("full", 1.0, "")
+FULL_REUSE = Method("none", 0.0, "lead_in")
+COLUMNS = {
+    "selector": "selector",
+    "ratio": "ratio",
+    "provenance": "captured",
+    "kl": "KL",
+    "kl_share_left": "share left",
+    "kl_share_left_ci": "95 %",
+    "against": "− baseline",
+    "top1": "top-1",
+    "exact_match": "exact",
+    "ttft_ms_median": "TTFT ms",
+    "speedup": "speed-up",
+    "recomputed": "recomputed",
+    "leak_nats": "leak, nats",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``blendstore bench quality``."""
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m or a folder (default: smollm2)")
+    parser.add_argument("--prompts", type=int, default=100, help="number of prompts (default: 100)")
+    parser.add_argument("--selectors", default=DEFAULT_SELECTORS, help="names, each with :option=value appended if any")
+    parser.add_argument("--ratios", default=DEFAULT_RATIOS, help="shares of the documents' tokens that are recomputed")
+    parser.add_argument("--provenances", default="lead_in", help=f"any of {','.join(prompts.PROVENANCES)}")
+    parser.add_argument("--kinds", default=",".join(prompts.KINDS), help="kinds of prompt, in equal parts")
+    parser.add_argument("--corpus", choices=get_args(corpus.CorpusName), default="auto", help="texts of the documents")
+    parser.add_argument("--leak-prompts", type=int, default=20, help="prompts of case b12 (default: 20; 0: none)")
+    parser.add_argument(
+        "--baseline", default="deviation@0.15", help="selector@ratio others are compared with, in pairs"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot TTFT against quality, and FILE-rates.png")
+    parser.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="keep results here and go on from them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit status."""
+    try:
+        methods = methods_of(args.selectors, args.ratios, args.provenances)
+        unknown = sorted(set(args.kinds.split(",")) - set(prompts.KINDS))
+        if unknown:
+            raise ValueError(f"--kinds {args.kinds}: {unknown[0]!r} is none of {', '.join(prompts.KINDS)}")
+        if args.prompts < 1 or args.leak_prompts < 0:
+            raise ValueError("--prompts must be at least 1 and --leak-prompts at least 0")
+        settings = {
+            "model": args.model,
+            "dtype": args.dtype,
+            "device": args.device,
+            "corpus": corpus.corpus_in_use(args.corpus),
+            "seed": args.seed,
+            "kinds": args.kinds,
+        }
+        results = Results.open(args.resume, settings)
+    except ValueError as error:
+        print(f"blendstore bench quality: {error}", file=sys.stderr)
+        return 2
+    from blendstore.bench.inprocess import open_answering
+
+    engine, tokenizer = open_answering(args.model, dtype=args.dtype, device=args.device)
+    first = 1_000 * args.seed
+    todo = list(
+        prompts.quality_prompts(
+            tokenizer, args.prompts, first_seed=first, kinds=args.kinds.split(","), corpus_name=args.corpus
+        )
+    )
+    leaks = [prompts.leak_case(tokenizer, first + index, args.corpus) for index in range(args.leak_prompts)]
+    with results:
+        measure_all(engine, todo, leaks, methods, results)
+    rows = summarise(results, todo, leaks, methods, model=args.model, record_format=args.dtype)
+    print_rows(rows, results, todo, methods, args.baseline)
+    if args.json:
+        report.write_json(args.json, rows, corpus=settings["corpus"], seed=args.seed)
+    if args.plot:
+        plot(args.plot, rows, f"{args.model}, {args.prompts} prompts, {args.device}, {args.dtype}")
+    return 0
+
+
+def methods_of(selectors: str, ratios: str, provenances: str) -> list[Method]:
+    """All combinations, full reuse of lead-in documents first: it is the measure of every share."""
+    shares = [float(ratio) for ratio in ratios.split(",")]
+    for share in shares:
+        if not 0 < share <= 1:
+            raise ValueError(f"--ratios {ratios}: {share} is not above 0 and at most 1 (selector none stands for 0)")
+    methods = [FULL_REUSE]
+    for provenance in provenances.split(","):
+        if not provenance.startswith("in_context_") and provenance not in prompts.PROVENANCES:
+            raise ValueError(f"--provenances {provenances}: {provenance!r} is none of {', '.join(prompts.PROVENANCES)}")
+        for selector in selectors.split(","):
+            parse_selector(selector)
+            methods += [Method(selector, r, provenance) for r in ([0.0] if selector == "none" else shares)]
+    return list(dict.fromkeys(methods))
+
+
+def parse_selector(text: str) -> tuple[str, dict[str, bool | int | float | str]]:
+    """Name and options of ``name:option=value:…``; drift correction is off unless said or the default selector."""
+    name, *given = text.split(":")
+    options: dict[str, bool | int | float | str] = {"drift_correction": name == DEFAULT_SELECTOR}
+    for item in given:
+        option, equals, value = item.partition("=")
+        if not (name and option and equals and value):
+            raise ValueError(f"selector {text!r}: write name:option=value, for example query:drift_correction=false")
+        options[option] = _value(value)
+    return name, options
+
+
+def measure_all(
+    engine: Answering[Any],
+    todo: Sequence[prompts.Prompt],
+    leaks: Sequence[prompts.LeakCase],
+    methods: Sequence[Method],
+    results: Results,
+) -> None:
+    """Run what ``results`` does not hold yet, with a progress bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("quality", total=len(todo) * (1 + len(methods)))
+        warm = False
+        for prompt in todo:
+            missing = [m for m in (FULL, *methods) if not results.has(prompt.kind, prompt.seed, m.key)]
+            progress.advance(bar, 1 + len(methods) - len(missing))
+            if missing and not warm:  # the first call of each pays for lazy set-up; its times are not kept
+                for _ in answer_all(engine, prompts.shortened(prompt, 2), (FULL, *methods)):
+                    pass
+                warm = True
+            for method, result in answer_all(engine, prompt, missing):
+                results.add(prompt.kind, prompt.seed, method.key, result)
+                progress.advance(bar)
+        leaking = [method for method in methods if method.provenance.startswith("in_context")]
+        bar = progress.add_task("leak (b12)", total=len(leaks) * len(leaking), visible=bool(leaking))
+        for case in leaks:
+            if not leaking:
+                break
+            missing = [m for m in (FULL, *leaking) if not results.has("leak", case.prompt.seed, m.key)]
+            progress.advance(bar, len(leaking) - sum(m is not FULL for m in missing))
+            for method, result in leak_all(engine, case, missing):
+                results.add("leak", case.prompt.seed, method.key, result)
+                progress.advance(bar, method is not FULL)
+
+
+def answer_all(
+    engine: Answering[Any], prompt: prompts.Prompt, methods: Iterable[Method]
+) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """Each method's answer of one prompt, compared with full prefill; each provenance is captured once."""
+    by_provenance: dict[str, list[Method]] = {}
+    for method in methods:
+        by_provenance.setdefault(method.provenance, []).append(method)
+    if not by_provenance:
+        return
+    full = engine.full(prompt.ids, prompt.answer)
+    for provenance, members in by_provenance.items():
+        if provenance == FULL.provenance:
+            yield FULL, record(full, full, prompt)
+            continue
+        captured = engine.capture(prompt, prompt.provenance(provenance))
+        for method in members:
+            name, options = _options(method, prompt.seed)
+            answer = engine.blended(prompt, captured, name, method.ratio, options)
+            yield method, record(answer, full, prompt)
+
+
+def leak_all(
+    engine: Answering[Any], case: prompts.LeakCase, methods: Iterable[Method]
+) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """How far a secret in front of a captured document moves that secret's log-probability, in nats (case b12).
+
+    For `FULL`, the secret's document stands in the prompt itself: what there is to leak.
+    """
+    by_provenance: dict[str, list[Method]] = {}
+    for method in methods:
+        by_provenance.setdefault(method.provenance, []).append(method)
+    prompt = case.prompt
+    for provenance, members in by_provenance.items():
+        if provenance == FULL.provenance:
+            behind = len(prompt.ids) - len(prompt.documents[-1]) - len(prompt.question)
+            secret, control = (
+                engine.full([*prompt.ids[:behind], *document, *prompt.ids[behind:]], prompt.answer)
+                for document in (case.secret, case.control)
+            )
+            yield FULL, _leak(secret, control, prompt)
+            continue
+        answers: list[list[Answer]] = []
+        for source in case.provenances(provenance):
+            captured = engine.capture(prompt, source)
+            answers.append([])
+            for method in members:
+                name, options = _options(method, prompt.seed)
+                answers[-1].append(engine.blended(prompt, captured, name, method.ratio, options))
+        for method, secret, control in zip(members, *answers, strict=True):
+            yield method, _leak(secret, control, prompt)
+
+
+def summarise(
+    results: Results,
+    todo: Sequence[prompts.Prompt],
+    leaks: Sequence[prompts.LeakCase],
+    methods: Sequence[Method],
+    *,
+    model: str,
+    record_format: str,
+) -> list[dict[str, Any]]:
+    """One row a method, full prefill first."""
+    boot = Bootstrap(len(todo))
+    reuse = [result["kl"] for result in _records(results, todo, FULL_REUSE)]
+    full_ttft = statistics.median(result["ttft_ms"] for result in _records(results, todo, FULL))
+    rows = []
+    for method in (FULL, *methods):
+        reusing = method is not FULL
+        rows.append(
+            {
+                "model": model,
+                "selector": method.selector,
+                "ratio": method.ratio if reusing else None,
+                "provenance": method.provenance if reusing else None,
+                "format": record_format if reusing else None,
+                **method_columns(
+                    _records(results, todo, method), [prompt.kind for prompt in todo], reuse, full_ttft, boot
+                ),
+                "leak": _leak_summary(results, leaks, method),
+            }
+        )
+    return rows
+
+
+def compare(results: Results, todo: Sequence[prompts.Prompt], method: Method, baseline: Method) -> Estimate:
+    """Difference of the two methods' shares, paired by prompt; negative when ``method`` is the better one."""
+    first, second, reuse = (
+        [result["kl"] for result in _records(results, todo, m)] for m in (method, baseline, FULL_REUSE)
+    )
+    return Bootstrap(len(todo)).difference(first, second, reuse)
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    results: Results,
+    todo: Sequence[prompts.Prompt],
+    methods: Sequence[Method],
+    baseline: str,
+) -> None:
+    """The table, with the paired difference to the baseline where that was measured."""
+    name, _, ratio = baseline.partition("@")
+    wanted = [m for m in methods if m.selector == name and f"{m.ratio:g}" == f"{float(ratio or 0):g}"]
+    printed = []
+    for row, method in zip(rows, (FULL, *methods), strict=True):
+        against = None
+        if wanted and method not in (FULL, wanted[0]):
+            difference = compare(results, todo, method, wanted[0])
+            against = f"{difference.value:+.3f} ({difference.low:+.3f} … {difference.high:+.3f})"
+        leak = row["leak"]
+        printed.append({**row, "against": against, "leak_nats": leak and leak["shift_nats"]})
+    note = f"; − baseline: difference to {baseline} of {wanted[0].provenance}, paired" if wanted else ""
+    report.print_table(f"Quality, {len(todo)} prompts; share left: of the KL of full reuse{note}", printed, COLUMNS)
+
+
+def plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """TTFT against quality for the first provenance, and the rates of all in ``<name>-rates.png``."""
+    provenances = [row["provenance"] for row in rows if row["provenance"]]
+    first = [row for row in rows if row["provenance"] in (None, provenances[0])]
+    report.plot_quality(path, first, title=f"{title}, captured {provenances[0]}")
+    rates = [row for row in rows if row["ratio"]]
+    report.plot_rates(path.with_name(f"{path.stem}-rates.png"), rates, title=title)
+
+
+def _options(method: Method, seed: int) -> tuple[str, Options]:
+    name, options = parse_selector(method.selector)
+    if name == "random":
+        options.setdefault("seed", seed)  # other tokens in other prompts, the same ones on every run
+    return name, options
+
+
+def _leak(secret: Answer, control: Answer, prompt: prompts.Prompt) -> dict[str, Any]:
+    shift = log_probability(secret.logits, prompt.answer) - log_probability(control.logits, prompt.answer)
+    return {"shift": shift, "said": says(secret.logits, prompt.answer)}
+
+
+def _leak_summary(results: Results, leaks: Sequence[prompts.LeakCase], method: Method) -> dict[str, Any] | None:
+    """Mean shift with interval, how often the secret was said, and the same with the secret in the prompt.
+
+    Captures that never stood behind the secret can't depend on it: their shift is 0 without a measurement.
+    """
+    if not leaks or method is FULL:
+        return None
+    if not method.provenance.startswith("in_context"):
+        return {"shift_nats": 0.0, "shift_nats_ci": [0.0, 0.0], "said": 0, "n": 0}
+    seeds = [case.prompt.seed for case in leaks]
+    found = [results.get("leak", seed, method.key) for seed in seeds]
+    in_prompt = [results.get("leak", seed, FULL.key) for seed in seeds]
+    shift = Bootstrap(len(leaks)).mean([result["shift"] for result in found])
+    return {
+        "shift_nats": shift.value,
+        "shift_nats_ci": shift.ci,
+        "said": sum(result["said"] for result in found),
+        "n": len(leaks),
+        "in_prompt_shift_nats": statistics.fmean(result["shift"] for result in in_prompt),
+        "in_prompt_said": sum(result["said"] for result in in_prompt),
+    }
+
+
+def _records(results: Results, todo: Sequence[prompts.Prompt], method: Method) -> list[dict[str, Any]]:
+    return [results.get(prompt.kind, prompt.seed, method.key) for prompt in todo]
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
