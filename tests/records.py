@@ -1,11 +1,11 @@
-"""Making and reading records in tests of the core: tokens, payloads that tell who wrote them, stores of a known size."""
+"""Making and reading records in tests of the core: tokens, payloads that tell their writer, stores of a known size."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from blendstore import Lease, Namespace, Reservation, Store
+from blendstore import Lease, Namespace, RecordBuffer, Reservation, Store
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -53,8 +53,13 @@ def put(store: Store, namespace: Namespace, tokens: Tokens, fill: int = 1, **opt
     """Stores a segment whose payload bytes are all ``fill``; returns how many chunks were published."""
     reservation = reserve(store, namespace, tokens, **options)  # type: ignore[arg-type]
     for index in wanted(reservation):
-        np.frombuffer(reservation.buffer(index), dtype=np.uint8)[:] = fill
+        array(reservation.buffer(index))[:] = fill
     return reservation.commit()
+
+
+def array(buffer: RecordBuffer) -> npt.NDArray[np.uint8]:
+    """The bytes of a view, in place."""
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
 
 def wanted(reservation: Reservation) -> list[int]:

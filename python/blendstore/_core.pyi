@@ -5,8 +5,9 @@ Every call that can take longer than about 5 µs releases the GIL. A miss never 
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, TypeAlias, final
 
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
 
 __version__: Final[str]
 
+# numpy's own stubs tell of the buffer protocol from Python 3.12 on only.
+_Buffer: TypeAlias = Buffer | NDArray[Any]
+
 class StoreError(Exception):
     """Base of the errors of this module: wrong use, never a miss."""
 
@@ -39,17 +43,17 @@ class Namespace:
     @property
     def digest(self) -> bytes:
         """32 bytes; equal for equal fields and salt on every machine, process and Python version."""
-    def content_id(self, tokens: Buffer) -> bytes:
+    def content_id(self, tokens: _Buffer) -> bytes:
         """32-byte content id of one chunk's tokens."""
     def chain_keys(
-        self, tokens: Buffer, *, chunk_size: int = 256, head: bool = False, parent: bytes | None = None
+        self, tokens: _Buffer, *, chunk_size: int = 256, head: bool = False, parent: bytes | None = None
     ) -> bytes:
         """Packed chain keys of the chunks of one segment (the last chunk may be short); ``head`` picks the root."""
-    def segment_keys(self, tokens: Buffer, bounds: Buffer, *, chunk_size: int = 256, head: bool = False) -> bytes:
+    def segment_keys(self, tokens: _Buffer, bounds: _Buffer, *, chunk_size: int = 256, head: bool = False) -> bytes:
         """Packed chain keys of all chunks of all segments; ``bounds`` is ``int64[n, 2]`` of (start, stop) in ``tokens``.
 
         With ``head`` a segment that starts at 0 is a head chain."""
-    def context_digests(self, tokens: Buffer, positions: Buffer) -> bytes:
+    def context_digests(self, tokens: _Buffer, positions: _Buffer) -> bytes:
         """Packed context digests (32 bytes each) of the prefixes ``tokens[:p]``; ``positions`` is sorted ``int64[n]``."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -103,7 +107,7 @@ class Lease:
         """Read-only ``uint32`` view of a hit's tokens."""
     def scores(self, index: int) -> RecordBuffer | None:
         """Read-only ``float32[ntokens]`` view of the per-token scores kept with the record, or None."""
-    def read_into(self, index: int, destination: Buffer) -> None:
+    def read_into(self, index: int, destination: _Buffer) -> None:
         """Copy the KV payload into a writable buffer of exactly that many bytes, GIL released."""
     def release(self) -> None: ...
     def __enter__(self) -> Lease: ...
@@ -142,7 +146,7 @@ class Reservation:
         """(start, stop) token offsets of the chunk within the segment."""
     def buffer(self, index: int) -> RecordBuffer:
         """Writable view of a wanted chunk's KV payload."""
-    def set_scores(self, index: int, scores: Buffer) -> None:
+    def set_scores(self, index: int, scores: _Buffer) -> None:
         """``float32[ntokens]`` to keep with the chunk; needs ``with_scores=True``."""
     def commit(self, mask: bytes | None = None) -> int:
         """Publish the wanted chunks (those with a non-zero byte in ``mask``, if given); abort the others. Returns how many."""
@@ -194,16 +198,16 @@ class Store:
     ) -> Store:
         """``policy`` is ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). Raises ``StoreError`` that names the
         argument, its value and the accepted form."""
-    def lookup(self, keys: Buffer) -> Lease:
+    def lookup(self, keys: _Buffer) -> Lease:
         """Packed 32-byte keys."""
-    def lookup_segments(self, namespace: Namespace, tokens: Buffer, bounds: Buffer, *, head: bool = False) -> Lease:
+    def lookup_segments(self, namespace: Namespace, tokens: _Buffer, bounds: _Buffer, *, head: bool = False) -> Lease:
         """``lookup`` of ``namespace.segment_keys(...)`` in one call."""
-    def contains(self, keys: Buffer) -> bytes:
+    def contains(self, keys: _Buffer) -> bytes:
         """One byte per key, without pinning or touching."""
     def reserve(
         self,
         namespace: Namespace,
-        tokens: Buffer,
+        tokens: _Buffer,
         *,
         bytes_per_token: int,
         source_position: int,
@@ -222,15 +226,15 @@ class Store:
 
         ``parent`` continues an existing chain, of which ``parent_offset`` tokens come before. When the store is full it
         evicts, waits at most ``reserve_wait_s``, and then marks the chunk as not wanted."""
-    def match(self, namespace: Namespace, tokens: Buffer, *, min_tokens: int = 32) -> list[Match]:
+    def match(self, namespace: Namespace, tokens: _Buffer, *, min_tokens: int = 32) -> list[Match]:
         """Every occurrence of known chunks at any offset, left to right without overlap (longest first on conflict).
 
         Candidates come from a keyed rolling fingerprint and are confirmed by the tokens themselves; a match is extended
         token by token to both sides along the chain, to the unfull tail. ``HEAD`` records are not matched."""
-    def touch(self, keys: Buffer) -> None: ...
-    def pin(self, keys: Buffer) -> int:
+    def touch(self, keys: _Buffer) -> None: ...
+    def pin(self, keys: _Buffer) -> int:
         """Pin until ``unpin``; returns how many were found."""
-    def unpin(self, keys: Buffer) -> int: ...
+    def unpin(self, keys: _Buffer) -> int: ...
     def clear(self, namespace: Namespace | None = None) -> int:
         """Drop every chunk (of one namespace); returns how many. Pinned bytes stay readable until released."""
     def events(self, limit: int = 1024) -> tuple[list[Event], int]:

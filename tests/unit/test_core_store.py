@@ -13,6 +13,7 @@ from tests.records import (
     BYTES_PER_TOKEN,
     CHUNK,
     IDLE,
+    array,
     concatenate,
     contents,
     idle,
@@ -51,7 +52,7 @@ def test_a_document_is_found_chunk_by_chunk_with_what_was_said_of_it() -> None:
     assert reservation.keys == NS.chain_keys(document, chunk_size=CHUNK)
     assert look(store, NS, document).hits == b"\0\0\0", "nothing is found before it is complete"
     for index in range(3):
-        np.frombuffer(reservation.buffer(index), np.uint8)[:] = index
+        array(reservation.buffer(index))[:] = index
     assert reservation.commit() == 3
 
     prompt = concatenate([text(5, 11), document])
@@ -72,7 +73,7 @@ def test_a_mask_publishes_some_chunks_and_aborts_the_others() -> None:
     store = small_store()
     document = text(1, 3 * CHUNK)
     reservation = reserve(store, NS, document)
-    with pytest.raises(StoreError, match="mask = 1 bytes.*3 chunks"):
+    with pytest.raises(StoreError, match=r"mask = 1 bytes.*3 chunks"):
         reservation.commit(b"\1")
     assert reservation.commit(b"\1\0\1") == 2
     assert look(store, NS, document).hits == b"\1\0\1"
@@ -152,7 +153,7 @@ def test_lookup_contains_touch_and_pin_take_packed_keys() -> None:
     assert store.unpin(keys) == 0
     assert idle(store) == IDLE
     for call in (store.lookup, store.contains, store.touch, store.pin, store.unpin):
-        with pytest.raises(StoreError, match="keys = 33 bytes.*32 bytes each"):
+        with pytest.raises(StoreError, match=r"keys = 33 bytes.*32 bytes each"):
             call(bytes(33))
         with pytest.raises(StoreError, match="keys = a buffer of format 'I'"):
             call(np.zeros(8, np.uint32))
