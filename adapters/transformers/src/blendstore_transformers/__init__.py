@@ -1,0 +1,5 @@
+"""blendstore inside Hugging Face transformers, in process."""
+
+from .model import TransformersModel, UnsupportedModel
+
+__all__ = ["TransformersModel", "UnsupportedModel"]

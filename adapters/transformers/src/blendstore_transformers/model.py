@@ -1,0 +1,239 @@
+"""A transformers decoder as the blend core's `EngineModel`, discovered by running it, and refused where unproven."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from blendstore.blend import Attend, Geometry
+from blendstore.blend.rotary import Pairing, RotaryTable
+
+from .routing import install, routed
+
+
+class UnsupportedModel(RuntimeError):
+    """Blending is refused for this model; the message names what is missing. Plain caching is not affected."""
+
+
+_MOVING_ROTARY = {
+    "dynamic": "its base changes with the prompt's length (dynamic NTK)",
+    "longrope": "its frequencies switch at the original context length (LongRoPE)",
+}
+_KNOWN_ARGUMENTS = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "use_cache",
+                    "position_embeddings", "cache_position", "output_attentions"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one layer's attention was called with."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class TransformersModel:
+    """The blend core's view of ``model``. Raises `UnsupportedModel` with the reason."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        install(model)
+        self.model = model
+        self._decoder = _decoder(model)
+        self._layers: Sequence[nn.Module] = list(self._decoder.layers)
+        self._held: DynamicCache | None = None
+        _refuse_moving_rotary(model)
+        parameter = next(model.parameters())
+        seen = self._probe()
+        shapes = {(s.heads, s.kv_heads, s.head_dim) for s in seen}
+        if len(shapes) != 1:
+            raise UnsupportedModel(f"its layers differ in heads or head size: {sorted(shapes)}")
+        heads, kv_heads, head_dim = shapes.pop()
+        self._geometry = Geometry(
+            layers=len(self._layers),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            rotary=_rotary_tables(self, head_dim),
+            windows=tuple(s.window for s in seen),
+        )
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states [n, hidden] at the input of layer 0 for ids [n]."""
+        embedded: Tensor = self._decoder.embed_tokens(ids)
+        return embedded
+
+    def layer(self, index: int, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Decoder layer ``index`` on ``state`` [n, hidden] at ``positions`` [n]."""
+
+        def route(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+            rows = [t[0].transpose(0, 1) for t in (q, k, v)]
+            out = attend(*rows, scale=float(arguments["scaling"]), softcap=arguments.get("softcap"))
+            return out[None]
+
+        embeddings = self.rotary(index, positions, state)
+        with routed(route):
+            out = self._layers[index](
+                state[None],
+                attention_mask=None,
+                position_ids=positions[None],
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=embeddings,
+            )
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        return hidden[0]
+
+    def rows(self, state: Tensor, index: Tensor) -> Tensor:
+        """The rows of ``state`` at ``index``."""
+        return state[index]
+
+    def hold(self, cache: DynamicCache | None) -> None:
+        """Make ``cache`` the engine-held prefix that `read_slots` reads."""
+        self._held = cache
+
+    def read_slots(self, index: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V [count, kv_heads, dim] of the held prefix."""
+        if self._held is None:
+            raise RuntimeError("the plan has an engine prefix but the engine holds none")
+        entry = self._held.layers[index]
+        return entry.keys[0, :, :count].transpose(0, 1), entry.values[0, :, :count].transpose(0, 1)
+
+    def all_reduce(self, scores: Tensor) -> Tensor:
+        """One rank: the scores as they are."""
+        return scores
+
+    def rotary(self, index: int, positions: Tensor, like: Tensor) -> Any:
+        """The engine's own (cos, sin) of layer ``index`` at ``positions`` [n]."""
+        embedding = self._decoder.rotary_emb
+        if "layer_type" in inspect.signature(embedding.forward).parameters:
+            return embedding(like[None], positions[None], self.model.config.layer_types[index])
+        return embedding(like[None], positions[None])
+
+    def prefill(self, ids: Tensor, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """The engine's own K and V [n, kv_heads, dim] of every layer for ids [n] at positions offset, offset + 1, …"""
+        cache = DynamicCache()
+        positions = torch.arange(offset, offset + ids.shape[0], device=ids.device)
+        with torch.inference_mode():
+            self._decoder(input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
+        return [(e.keys[0].transpose(0, 1), e.values[0].transpose(0, 1)) for e in cache.layers]
+
+    @torch.inference_mode()
+    def _probe(self) -> list[_Seen]:
+        seen: list[_Seen] = []
+
+        def route(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+            unknown = sorted(n for n, value in arguments.items() if value is not None and n not in _KNOWN_ARGUMENTS)
+            if unknown:
+                raise UnsupportedModel(f"its attention takes {unknown[0]!r}, which blending doesn't know")
+            if k.shape[-1] != v.shape[-1]:
+                raise UnsupportedModel(f"its keys have {k.shape[-1]} dims and its values {v.shape[-1]}")
+            seen.append(_Seen(q.shape[1], k.shape[1], k.shape[-1], arguments.get("sliding_window")))
+            return torch.zeros_like(q).transpose(1, 2)
+
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(self.model.parameters()).device)
+        with routed(route):
+            self._decoder(input_ids=ids, use_cache=False)
+        if len(seen) != len(self._layers):
+            raise UnsupportedModel(
+                f"{len(seen)} of its {len(self._layers)} layers call the registered attention (recurrent or hybrid model?)"
+            )
+        return seen
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    decoder = model.get_decoder()
+    for name in ("layers", "embed_tokens", "rotary_emb"):
+        if not hasattr(decoder, name):
+            raise UnsupportedModel(f"{type(decoder).__name__} has no {name!r}")
+    return decoder
+
+
+def _refuse_moving_rotary(model: PreTrainedModel) -> None:
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    entries = parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    for entry in entries:
+        kind = entry.get("rope_type", "default")
+        if kind in _MOVING_ROTARY:
+            raise UnsupportedModel(f"its rotary embedding is {kind!r}: {_MOVING_ROTARY[kind]}, so cached keys can't be moved")
+        if "mrope_section" in entry:
+            raise UnsupportedModel("its rotary embedding has several axes (mrope_section), so cached keys can't be moved")
+
+
+def _rotary_tables(model: TransformersModel, head_dim: int) -> tuple[RotaryTable | None, ...]:
+    """One table for each distinct rotary geometry; which dims form a pair is found by trying."""
+    tables: dict[str, RotaryTable] = {}
+    out: list[RotaryTable | None] = []
+    types = getattr(model.model.config, "layer_types", None)
+    typed = types is not None and "layer_type" in inspect.signature(model._decoder.rotary_emb.forward).parameters
+    for index in range(len(model._layers)):
+        name = types[index] if typed and types is not None else "all"
+        if name not in tables:
+            tables[name] = _table(model, index, head_dim)
+        out.append(tables[name])
+    return tuple(out)
+
+
+def _table(model: TransformersModel, index: int, head_dim: int) -> RotaryTable:
+    device = next(model.model.parameters()).device
+    like = torch.zeros(1, 1, dtype=torch.float32, device=device)
+
+    def raw(positions: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = model.rotary(index, positions.to(device), like)
+        return cos[0].float().cpu(), sin[0].float().cpu()
+
+    cos, sin = raw(torch.arange(3, 12))
+    width = cos.shape[-1]
+    layouts: list[tuple[Pairing, Callable[[Tensor], Tensor], int]] = []
+    if width % 2 == 0 and torch.equal(cos[:, : width // 2], cos[:, width // 2 :]):
+        layouts += [("half", lambda t: t[:, : width // 2], width // 2), ("interleaved", lambda t: t[:, : width // 2], width // 2)]
+    if width % 2 == 0 and torch.equal(cos[:, 0::2], cos[:, 1::2]):
+        layouts.append(("interleaved", lambda t: t[:, 0::2], width // 2))
+    if 2 * width <= head_dim:
+        layouts += [("half", lambda t: t, width), ("interleaved", lambda t: t, width)]
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, model.vocabulary, (6,), generator=generator).to(device)
+    here, there = torch.arange(6), torch.arange(6) + 29
+    near, far = (_keys(model, index, ids, p.to(device)) for p in (here, there))
+    errors: list[str] = []
+    for pairing, pick, pairs in layouts:
+        with suppress(ValueError):
+            table = RotaryTable(lambda p, pick=pick: tuple(pick(t) for t in raw(p)), pairing, pairs)  # type: ignore[misc]
+            cos, sin = (t.to(device) for t in table.between(here, there))
+            error = float((table.rotate(near, cos, sin) - far).abs().max() / far.abs().max())
+            if error < 1e-2:
+                return table
+            errors.append(f"{pairing} over {2 * pairs} dims: {error:.2g}")
+    raise UnsupportedModel(f"layer {index}: no known rotary layout moves its keys ({'; '.join(errors) or f'table width {width}'})")
+
+
+@torch.inference_mode()
+def _keys(model: TransformersModel, index: int, ids: Tensor, positions: Tensor) -> Tensor:
+    """K [n, kv_heads, dim] that layer ``index`` makes of plain embeddings at ``positions``."""
+    found: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+        found.append(k.float())
+        return torch.zeros_like(q)
+
+    model.layer(index, model.embed(ids), positions, attend)
+    return found[0]
