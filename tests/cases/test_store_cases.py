@@ -249,7 +249,7 @@ def test_case_f03_three_chunks_wanted_of_room_for_two() -> None:
 
 
 def test_case_f10_eight_threads_on_one_key() -> None:
-    """Put, get and delete of one key from eight threads, 10,000 times each: whole records, and counts at 0 when idle."""
+    """Put, get, delete of one key from eight threads, 10,000 times each: whole records; counts are 0 when idle."""
     store = small_store(capacity_bytes=1 << 16, reserve_wait_s=0.0)
     document = text(1, CHUNK)
     wrong: list[bytes] = []
