@@ -102,10 +102,14 @@ impl Chunks {
         self.hot.len() * (size_of::<Hot>() + size_of::<Cold>())
     }
 
-    /// Counts a use at `now`. Before a lease pins, it stamps: whoever sees the pin sees a stamp that is at least as new, so
-    /// a time-out never takes a fresh pin.
+    /// Counts a use at `now`. Before a lease pins, it stamps: whoever sees the pin sees its stamp or that of another use,
+    /// so a time-out doesn't take a fresh pin. (Two uses at once may leave the older stamp: they are as close as two
+    /// threads on their way through this function.)
     pub(crate) fn stamp(&self, slot: u32, now: u64) {
-        self.hot(slot).touched.fetch_max(now, Ordering::Relaxed);
+        let touched = &self.hot(slot).touched;
+        if touched.load(Ordering::Relaxed) < now {
+            touched.store(now, Ordering::Relaxed);
+        }
     }
 
     /// Counts a hit, for the policy.
@@ -157,7 +161,10 @@ impl Hot {
     }
 
     pub(crate) fn has_key(&self, key: &Key) -> bool {
-        self.key() == *key
+        let words = self.key.iter().zip(key.as_chunks::<8>().0);
+        words.fold(0, |differs, (word, bytes)| {
+            differs | word.load(Ordering::Relaxed) ^ u64::from_ne_bytes(*bytes)
+        }) == 0
     }
 
     /// Starts a life's use count.

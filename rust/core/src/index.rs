@@ -50,7 +50,11 @@ impl SlotTable {
     /// For at most `max_chunks` keys.
     pub fn new(max_chunks: usize) -> Result<Self> {
         let buckets = Table::new(max_chunks.div_ceil(WAYS / 2).max(2))?;
-        Ok(Self { buckets, stash: Bucket::default(), stashed: AtomicUsize::new(0) })
+        Ok(Self {
+            buckets,
+            stash: Bucket::default(),
+            stashed: AtomicUsize::new(0),
+        })
     }
 
     fn word(key: &Key, index: usize) -> u64 {

@@ -64,24 +64,34 @@ pub struct Meta {
 }
 
 impl Lease {
-    pub(crate) fn new(store: Arc<Shared>, found: Vec<Option<Pin>>, now: u64) -> Self {
-        let hits: Box<[u8]> = found.iter().map(|pin| u8::from(pin.is_some())).collect();
-        let pins: Box<[Pin]> = found.into_iter().map(|pin| pin.unwrap_or(MISS)).collect();
-        let nhits = hits.iter().map(|&hit| u64::from(hit)).sum();
+    /// Of what was found for each key, with the bytes that this pinned first, at `now`.
+    pub(crate) fn new(
+        store: &Arc<Shared>,
+        found: impl ExactSizeIterator<Item = Option<(Pin, u64)>>,
+        now: u64,
+    ) -> Self {
+        let mut hits = Vec::with_capacity(found.len());
+        let mut pins = Vec::with_capacity(found.len());
+        let (mut nhits, mut nbytes, mut pinned) = (0, 0, 0);
+        for pin in found {
+            hits.push(u8::from(pin.is_some()));
+            pins.push(pin.map_or(MISS, |(pin, _)| pin));
+            if let Some((pin, first)) = pin {
+                nhits += 1;
+                nbytes += store.chunks.hot(pin.slot).nbytes() as u64;
+                pinned += first;
+            }
+        }
+        store.reads.add(Read::BytesPinned, pinned);
         store.reads.add(Read::Hits, nhits);
         store.reads.add(Read::Misses, pins.len() as u64 - nhits);
         store.reads.add(Read::Leases, 1);
-        let hit_pins = pins.iter().filter(|pin| **pin != MISS);
-        let nbytes = hit_pins
-            .map(|pin| store.chunks.hot(pin.slot).nbytes() as u64)
-            .sum();
-        let deadline = now.saturating_add(store.lease_timeout());
         Self {
-            store,
-            pins,
-            hits,
+            store: store.clone(),
+            pins: pins.into(),
+            hits: hits.into(),
             nbytes,
-            deadline,
+            deadline: now.saturating_add(store.lease_timeout()),
             released: AtomicBool::new(false),
         }
     }
@@ -172,8 +182,13 @@ impl Lease {
         if self.released.swap(true, Ordering::AcqRel) {
             return;
         }
-        let held = self.pins.iter().filter(|pin| **pin != MISS);
-        let taken = held.filter(|pin| self.store.unlease(**pin)).count() as u64;
+        let (mut taken, mut unpinned) = (0, 0);
+        for pin in self.pins.iter().filter(|pin| **pin != MISS) {
+            let (done, nbytes) = self.store.unlease(*pin);
+            taken += u64::from(done);
+            unpinned += nbytes;
+        }
+        self.store.reads.subtract(Read::BytesPinned, unpinned);
         if expired {
             self.store.reads.add(Read::Expired, taken);
         }

@@ -4,11 +4,13 @@
 //! can't be computed without the tenant salt. Content ids of many chunks are hashed side by side in SIMD lanes, which is
 //! why a chain key covers the content id (64 bytes, one compression) and not the tokens themselves.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::ops::Range;
 
 use blake3::IncrementCounter;
-use blake3::platform::{MAX_SIMD_DEGREE, Platform, words_from_le_bytes_32};
+use blake3::platform::{MAX_SIMD_DEGREE, Platform, le_bytes_from_words_32, words_from_le_bytes_32};
 
 use crate::error::{Error, Result};
 use crate::key::{HEAD_ROOT, Key, SEGMENT_ROOT};
@@ -68,17 +70,15 @@ impl Namespace {
 
     /// Chain key of the chunk with that content behind `parent`.
     pub fn chain_key(&self, parent: &Key, content: &Key) -> Key {
-        let mut input = [0; BLOCK];
-        input[..32].copy_from_slice(parent);
-        input[32..].copy_from_slice(content);
-        *blake3::keyed_hash(&self.chain_key, &input).as_bytes()
+        *blake3::keyed_hash(&self.chain_key, &link(parent, content)).as_bytes()
     }
 
     /// Chain keys of the chunks of one segment that continues `parent` (one of the roots for a whole segment). The last
     /// chunk may be short; no tokens have no chunks.
     pub fn chain_keys(&self, tokens: &[u32], chunk_size: usize, parent: &Key) -> Vec<Key> {
         let mut keys = self.content_ids(tokens.chunks(chunk_size.max(1)));
-        self.chain(&mut keys, *parent);
+        let all = 0..keys.len();
+        self.chain(&mut keys, vec![(all, *parent)]);
         keys
     }
 
@@ -106,19 +106,20 @@ impl Namespace {
                 .iter()
                 .flat_map(|&(start, stop)| tokens[start..stop].chunks(chunk_size)),
         );
-        let mut rest = keys.as_mut_slice();
-        for &(start, stop) in bounds {
-            let (segment, after) = rest.split_at_mut((stop - start).div_ceil(chunk_size));
-            self.chain(
-                segment,
+        let mut first = 0;
+        let chains = bounds.iter().map(|&(start, stop)| {
+            let chunks = first..first + (stop - start).div_ceil(chunk_size);
+            first = chunks.end;
+            (
+                chunks,
                 if head && start == 0 {
                     HEAD_ROOT
                 } else {
                     SEGMENT_ROOT
                 },
-            );
-            rest = after;
-        }
+            )
+        });
+        self.chain(&mut keys, chains.collect());
         Ok(keys)
     }
 
@@ -145,11 +146,41 @@ impl Namespace {
         Ok(digests)
     }
 
-    /// Turns content ids in place into chain keys.
-    fn chain(&self, contents: &mut [Key], mut parent: Key) {
-        for key in contents {
-            *key = self.chain_key(&parent, key);
-            parent = *key;
+    /// Turns content ids in place into chain keys; each chain is a range of them and what comes before it. Chains advance
+    /// side by side in SIMD lanes; a chain alone goes link by link.
+    fn chain(&self, keys: &mut [Key], mut chains: Vec<(Range<usize>, Key)>) {
+        let platform = Platform::detect();
+        let chain_key = words_from_le_bytes_32(&self.chain_key);
+        chains.retain(|(chunks, _)| !chunks.is_empty());
+        while chains.len() > 1 {
+            let mut links = [[0; BLOCK]; MAX_SIMD_DEGREE];
+            let mut made = [[0; 32]; MAX_SIMD_DEGREE];
+            for lanes in chains.chunks_mut(MAX_SIMD_DEGREE) {
+                for ((chunks, parent), input) in lanes.iter().zip(&mut links) {
+                    *input = link(parent, &keys[chunks.start]);
+                }
+                hash_leaves(
+                    platform,
+                    &chain_key,
+                    links[..lanes.len()].iter(),
+                    &mut made[..lanes.len()],
+                );
+                for ((chunks, parent), key) in lanes.iter_mut().zip(&made) {
+                    keys[chunks.start] = *key;
+                    *parent = *key;
+                    chunks.start += 1;
+                }
+            }
+            chains.retain(|(chunks, _)| !chunks.is_empty());
+        }
+        for (chunks, mut parent) in chains {
+            for key in &mut keys[chunks] {
+                let mut state = chain_key;
+                let flags = KEYED_HASH | CHUNK_START | CHUNK_END | ROOT;
+                platform.compress_in_place(&mut state, &link(&parent, key), BLOCK as u8, 0, flags);
+                *key = le_bytes_from_words_32(&state);
+                parent = *key;
+            }
         }
     }
 
@@ -174,77 +205,74 @@ impl Namespace {
 
     /// Appends the content ids of chunks of equal length.
     fn hash_lanes(&self, platform: Platform, key: &[u32; 8], lanes: &[&[u32]], ids: &mut Vec<Key>) {
+        let from = ids.len();
         macro_rules! by_length {
             ($($bytes:literal)*) => {
                 match lanes.first().map_or(0, |lane| lane.len() * 4) {
-                    $($bytes => hash_leaves::<$bytes>(platform, key, lanes, ids),)*
+                    $($bytes if cfg!(target_endian = "little") => {
+                        ids.resize(from + lanes.len(), [0; 32]);
+                        let whole = lanes.iter().map(|lane| bytes_of(lane).try_into().expect("lanes of one length"));
+                        hash_leaves::<$bytes>(platform, key, whole, &mut ids[from..]);
+                    })*
                     _ => ids.extend(lanes.iter().map(|lane| self.content_id(lane))),
                 }
             };
         }
-        if lanes.len() == 1 {
-            ids.push(self.content_id(lanes[0]));
-        } else {
-            by_length!(64 128 192 256 320 384 448 512 576 640 704 768 832 896 960 1024);
-        }
+        by_length!(64 128 192 256 320 384 448 512 576 640 704 768 832 896 960 1024);
     }
 }
 
-/// Keyed hashes of inputs that are each `N` bytes, whole blocks within one leaf: such a hash is one chain of compressions
-/// from the key, with the root flag on the last, so it vectorises across inputs.
-fn hash_leaves<const N: usize>(
+/// What a chain key is the hash of.
+fn link(parent: &Key, content: &Key) -> [u8; BLOCK] {
+    let mut input = [0; BLOCK];
+    input[..32].copy_from_slice(parent);
+    input[32..].copy_from_slice(content);
+    input
+}
+
+/// Keyed hashes of at most `MAX_SIMD_DEGREE` inputs of `N` bytes, whole blocks within one leaf: such a hash is one chain of
+/// compressions from the key, with the root flag on the last, so it vectorises across inputs.
+fn hash_leaves<'a, const N: usize>(
     platform: Platform,
     key: &[u32; 8],
-    lanes: &[&[u32]],
-    ids: &mut Vec<Key>,
+    lanes: impl Iterator<Item = &'a [u8; N]>,
+    hashes: &mut [Key],
 ) {
-    const { assert!(N.is_multiple_of(BLOCK) && N > 0 && N <= LEAF) };
-    #[cfg(target_endian = "little")]
-    let inputs: Vec<&[u8; N]> = lanes
-        .iter()
-        .map(|lane| bytes_of(lane).try_into().expect("lanes of N bytes"))
-        .collect();
-    #[cfg(target_endian = "big")]
-    let owned: Vec<[u8; N]> = lanes
-        .iter()
-        .map(|lane| le_bytes(lane)[..].try_into().expect("lanes of N bytes"))
-        .collect();
-    #[cfg(target_endian = "big")]
-    let inputs: Vec<&[u8; N]> = owned.iter().collect();
-    let from = ids.len();
-    ids.resize(from + lanes.len(), [0; 32]);
+    const { assert!(N % BLOCK == 0 && N > 0 && N <= LEAF) };
+    let mut inputs = [&[0; N]; MAX_SIMD_DEGREE];
+    for (input, lane) in inputs.iter_mut().zip(lanes) {
+        *input = lane;
+    }
     platform.hash_many(
-        &inputs,
+        &inputs[..hashes.len()],
         key,
         0,
         IncrementCounter::No,
         KEYED_HASH,
         CHUNK_START,
         CHUNK_END | ROOT,
-        ids[from..].as_flattened_mut(),
+        hashes.as_flattened_mut(),
     );
 }
 
 /// The bytes of tokens, as they lie in memory.
-#[cfg(target_endian = "little")]
 fn bytes_of(tokens: &[u32]) -> &[u8] {
     // SAFETY: u32 has no padding, u8 needs no alignment, and the length is that of the same memory in bytes.
-    unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), std::mem::size_of_val(tokens)) }
+    unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
 }
 
 /// Tokens as u32 little-endian.
-#[cfg(target_endian = "little")]
-fn le_bytes(tokens: &[u32]) -> &[u8] {
-    bytes_of(tokens)
-}
-
-/// Tokens as u32 little-endian.
-#[cfg(target_endian = "big")]
-fn le_bytes(tokens: &[u32]) -> Vec<u8> {
-    tokens
-        .iter()
-        .flat_map(|token| token.to_le_bytes())
-        .collect()
+fn le_bytes(tokens: &[u32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        Cow::Borrowed(bytes_of(tokens))
+    } else {
+        Cow::Owned(
+            tokens
+                .iter()
+                .flat_map(|token| token.to_le_bytes())
+                .collect(),
+        )
+    }
 }
 
 impl PartialEq for Namespace {
@@ -271,3 +299,6 @@ impl fmt::Debug for Namespace {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -151,12 +151,13 @@ impl Store {
                 true
             });
         }
-        let pins = keys
-            .iter()
-            .zip(now..)
-            .map(|(key, now)| shared.lease(key, now))
-            .collect();
-        Lease::new(shared.clone(), pins, now)
+        Lease::new(
+            shared,
+            keys.iter()
+                .enumerate()
+                .map(|(index, key)| shared.lease(key, now + index as u64)),
+            now,
+        )
     }
 
     /// `lookup` of [`Namespace::segment_keys`].
@@ -319,54 +320,53 @@ impl Shared {
             .push(kind, key);
     }
 
-    /// Pins the chunk of a key for a lease and counts the use.
-    fn lease(&self, key: &Key, now: u64) -> Option<Pin> {
+    /// Pins the chunk of a key for a lease and counts the use. Also says how many bytes that pinned first.
+    fn lease(&self, key: &Key, now: u64) -> Option<(Pin, u64)> {
         // A second look if the first met the key in a slot that was going: it may have been replaced by another one.
         for _ in 0..2 {
-            let (mut generation, mut raced) = (0, false);
-            let found = self.index.find(key, |slot| {
+            let (mut leased, mut raced) = (None, false);
+            self.index.find(key, |slot| {
                 let hot = self.chunks.hot(slot);
                 if !hot.has_key(key) {
                     return false;
                 }
                 self.chunks.stamp(slot, now);
+                raced = true;
                 let Some(pinned) = hot.word.lease() else {
-                    raced = true;
                     return false;
                 };
-                if pinned.first {
-                    self.reads.add(Read::BytesPinned, hot.nbytes() as u64);
-                }
+                let pin = Pin {
+                    slot,
+                    generation: pinned.generation,
+                };
+                let first = if pinned.first { hot.nbytes() as u64 } else { 0 };
                 if !hot.has_key(key) {
-                    self.unlease(Pin {
-                        slot,
-                        generation: pinned.generation,
-                    });
-                    raced = true;
+                    self.reads.add(Read::BytesPinned, first);
+                    self.reads.subtract(Read::BytesPinned, self.unlease(pin).1);
                     return false;
                 }
                 self.chunks.count_hit(slot);
-                generation = pinned.generation;
+                leased = Some((pin, first));
                 true
             });
-            if let Some(slot) = found {
-                return Some(Pin { slot, generation });
-            }
-            if !raced {
-                break;
+            if leased.is_some() || !raced {
+                return leased;
             }
         }
         None
     }
 
-    /// Takes back a lease's pin; false when a time-out already had.
-    pub(crate) fn unlease(&self, pin: Pin) -> bool {
+    /// Takes back a lease's pin: whether a time-out had not already, and how many bytes are no longer pinned (the caller
+    /// accounts for them, many at a time).
+    pub(crate) fn unlease(&self, pin: Pin) -> (bool, u64) {
         let hot = self.chunks.hot(pin.slot);
         // Read while the pin keeps it; without one the number is not used.
         let nbytes = hot.nbytes() as u64;
         let unpinned = hot.word.unlease(pin.generation);
-        self.after_unpin(pin, unpinned, nbytes);
-        unpinned.done
+        if unpinned.wake {
+            self.returns.push(pin.slot, pin.generation);
+        }
+        (unpinned.done, if unpinned.last { nbytes } else { 0 })
     }
 
     /// Pins for good; false when that generation is gone.
@@ -383,15 +383,11 @@ impl Shared {
         let hot = self.chunks.hot(slot);
         let nbytes = hot.nbytes() as u64;
         let unpinned = hot.word.unhold(generation);
-        self.after_unpin(Pin { slot, generation }, unpinned, nbytes);
-    }
-
-    fn after_unpin(&self, pin: Pin, unpinned: crate::word::Unpinned, nbytes: u64) {
         if unpinned.last {
             self.reads.subtract(Read::BytesPinned, nbytes);
         }
         if unpinned.wake {
-            self.returns.push(pin.slot, pin.generation);
+            self.returns.push(slot, generation);
         }
     }
 }
