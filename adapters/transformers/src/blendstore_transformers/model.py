@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from blendstore.blend import Attend, Geometry
+from blendstore.blend.attention import RowAttention
 from blendstore.blend.rotary import Pairing, RotaryTable
 
 from .routing import install, routed
@@ -102,6 +104,29 @@ class TransformersModel:
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         return hidden[0]
 
+    def logits(self, state: Tensor) -> Tensor:
+        """Float32 logits [n, vocabulary] of states [n, hidden] at the output of the last layer."""
+        out: Tensor = self.model.get_output_embeddings()(self._decoder.norm(state)).float()
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        scale = getattr(self.model.config, "logit_scale", None)
+        out = out if scale is None else out * scale
+        return out if cap is None else cap * torch.tanh(out / cap)
+
+    def prove_logits(self) -> None:
+        """Raises `UnsupportedModel` when `logits` isn't what the engine says."""
+        ids = torch.arange(7, device=self._geometry.device) % self.vocabulary
+        with torch.inference_mode():
+            wanted = self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+            state = self.embed(ids)
+            positions = torch.arange(7, device=self._geometry.device)
+            attention = RowAttention(positions, 7)
+            for index in range(self._geometry.layers):
+                window = self._geometry.windows[index]
+                state = self.layer(index, state, positions, partial(attention, window=window))
+            found = self.logits(state)[-1]
+        if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
+            raise UnsupportedModel("its logits are not its output embeddings of the normed last state")
+
     def rows(self, state: Tensor, index: Tensor) -> Tensor:
         """The rows of ``state`` at ``index``."""
         return state[index]
@@ -161,7 +186,7 @@ class TransformersModel:
 
 def _decoder(model: PreTrainedModel) -> Any:
     decoder = model.get_decoder()
-    for name in ("layers", "embed_tokens", "rotary_emb"):
+    for name in ("layers", "embed_tokens", "rotary_emb", "norm"):
         if not hasattr(decoder, name):
             raise UnsupportedModel(f"{type(decoder).__name__} has no {name!r}")
     return decoder

@@ -1,0 +1,288 @@
+"""The embedded engine: a transformers model whose prompts reuse documents from the store, in process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, DynamicLayer, PreTrainedModel
+
+from blendstore._core import Namespace, Store
+from blendstore.blend import BlendRunner, BlendSettings
+from blendstore.blend.drift import DriftSettings
+from blendstore.blend.records import LeaseRecords, write_record
+from blendstore.blend.selectors import SelectorSettings, make_selector
+from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
+from blendstore.config import Config
+from blendstore.identity import namespace
+from blendstore.options import RequestOptions
+from blendstore.pipeline import Pipeline, Prepared
+from blendstore.plan import SpanKind
+from blendstore.segments import SeparatorSegmenter, derive_separator_ids
+
+from .model import TransformersModel, UnsupportedModel
+from .weights import identity
+
+log = logging.getLogger("blendstore.transformers")
+BLENDING = Config.load(env={}, overrides={"enable_blending": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where one prompt's KV came from, in tokens, and how long it took until the first logits."""
+
+    prompt: int
+    prefix: int
+    exact: int
+    reused: int
+    recomputed: int
+    fresh: int
+    milliseconds: float
+    fallback: str = ""
+    """Why the engine computed everything itself, when something failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt's KV as the engine's cache, the logits [vocabulary] float32 of its last token, and the report."""
+
+    cache: DynamicCache
+    logits: Tensor
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A greedy continuation."""
+
+    ids: list[int]
+    text: str
+    report: Report
+
+
+class Engine:
+    """Serves one model with one store. Use it from one thread at a time; the store may be shared."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, config: Config = BLENDING, *, store: Store | None = None
+    ) -> None:
+        """``tokenizer`` is needed for separators and for text. Where blending can't be proved for this model it is refused
+        with a warning that says why, and plain caching stays on: see `refusal`."""
+        self.config, self.tokenizer, self.counters = config, tokenizer, Counter[str]()
+        self._engine = TransformersModel(model)
+        self._runner = BlendRunner(self._engine)
+        self.refusal, self.proof = "", None
+        if config.enable_blending:
+            make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
+            self.refusal, self.proof = self._prove()
+        self.store = store or Store(
+            capacity_bytes=int(config.max_local_cpu_size * 2**30),
+            chunk_size=config.chunk_size,
+            policy=config.cache_policy,
+        )
+        made = identity(model, self._engine.geometry)
+        separators = None
+        if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:
+            bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+            separators = SeparatorSegmenter(derive_separator_ids(tokenizer, config.blend_special_str), bos)
+
+        @lru_cache(maxsize=1024)
+        def tenant(salt: str) -> Namespace:
+            return namespace(made, salt)
+
+        self.pipeline = Pipeline(
+            self.store, config, tenant, bytes_per_token=self._engine.geometry.bytes_per_token, separators=separators
+        )
+        log.info("blendstore: %s", self.describe())
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, config: Config = BLENDING, *, dtype: str = "float32", device: str = "cpu") -> Engine:
+        """Load a local model folder and its tokenizer."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        return cls(model, AutoTokenizer.from_pretrained(path), config)
+
+    def describe(self) -> str:
+        """One line: what this engine does with this model, or why not."""
+        g = self._engine.geometry
+        shape = f"{g.layers} layers, {g.kv_heads} KV heads of {g.head_dim}, {g.dtype}"
+        if not self.config.enable_blending:
+            return f"plain caching ({shape})"
+        if self.refusal:
+            return f"plain caching, blending refused: {self.refusal} ({shape})"
+        return f"blending by {self.config.blend_selector} at {self.config.blend_recompute_ratios} ({shape})"
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of parts (system prompt, documents, question), each tokenized apart, with the separator between."""
+        separator = self.tokenizer.encode(self.config.blend_special_str, add_special_tokens=False)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            ids += (separator if number else []) + self.tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+    def generate(self, prompt: str | Sequence[str] | Sequence[int], max_new_tokens: int = 64, options: RequestOptions | None = None) -> Generation:
+        """Greedy continuation of a text, of parts, or of token ids; stops at the end-of-text token."""
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer.encode(prompt))
+        elif prompt and isinstance(prompt[0], str):
+            ids = self.encode([str(part) for part in prompt])
+        else:
+            ids = [int(token) for token in prompt]
+        prefill = self.prefill(ids, options)
+        out: list[int] = []
+        logits, position = prefill.logits, len(ids)
+        ends = self._engine.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        while len(out) < max_new_tokens:
+            out.append(int(logits.argmax()))
+            if out[-1] in ends or len(out) == max_new_tokens:
+                break
+            logits = self.extend(prefill.cache, out[-1:], position)[-1]
+            position += 1
+        text = self.tokenizer.decode(out, skip_special_tokens=True) if self.tokenizer is not None else ""
+        return Generation(out, text, prefill.report)
+
+    @torch.inference_mode()
+    def extend(self, cache: DynamicCache, ids: Sequence[int], position: int) -> Tensor:
+        """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; logits [n, vocabulary] float32."""
+        device = self._engine.geometry.device
+        positions = torch.arange(position, position + len(ids), device=device)
+        out = self._engine.model(
+            input_ids=torch.tensor([list(ids)], device=device), position_ids=positions[None], past_key_values=cache, use_cache=True
+        )
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def prefill(self, ids: Sequence[int], options: RequestOptions | None = None, *, held: DynamicCache | None = None) -> Prefill:
+        """KV and last logits of a prompt, and new documents kept. ``held`` is KV that the engine has for its first tokens;
+        it isn't changed. An error in store or blend costs speed only: the engine computes the tokens itself."""
+        options = options or RequestOptions()
+        begin = time.perf_counter()
+        tokens = np.asarray(ids, dtype=np.uint32)
+        if not tokens.size:
+            raise ValueError("the prompt is empty: give at least one token")
+        prefix = 0 if held is None else held.get_seq_length()
+        try:
+            prepared = self.pipeline.prepare(tokens, options, engine_prefix=prefix, blend=not self.refusal)
+        except Exception as error:
+            log.warning("lookup failed, the engine computes the prompt: %s: %s", type(error).__name__, error)
+            return self._fall_back(ids, begin, error)
+        with prepared:
+            try:
+                out = self._run(tokens, prepared, options, held, begin)
+            except Exception as error:
+                log.warning("blend failed, the engine computes the prompt: %s: %s", type(error).__name__, error)
+                return self._fall_back(ids, begin, error)
+            if options.store:
+                self._capture(prepared, out.cache)
+        self.counters.update(
+            prompts=1, exact=out.report.exact, reused=out.report.reused, recomputed=out.report.recomputed, fresh=out.report.fresh
+        )
+        r = out.report
+        log.info(
+            "prompt %d prefix %d exact %d reused %d recomputed %d fresh %d %.1f ms",
+            r.prompt, r.prefix, r.exact, r.reused, r.recomputed, r.fresh, r.milliseconds,
+        )  # fmt: skip
+        return out
+
+    def _run(
+        self, tokens: np.ndarray[Any, np.dtype[np.uint32]], prepared: Prepared, options: RequestOptions, held: DynamicCache | None, begin: float
+    ) -> Prefill:
+        plan = prepared.plan
+        records = LeaseRecords(self._engine.geometry, prepared.where)
+        if plan.reused:
+            self._engine.hold(held)
+            ids = torch.from_numpy(tokens.astype(np.int64)).to(self._engine.geometry.device)
+            result = self._runner.run(ids, plan, records, self.settings(options))
+            with torch.inference_mode():
+                logits = self._engine.logits(result.state[-1:])[0]
+            cache, recomputed = as_cache(result.kv), result.recomputed
+        else:
+            lead = plan.prefix + plan.exact
+            cache, recomputed = self._restored(prepared, records, held), 0
+            logits = self.extend(cache, tokens[lead:].tolist(), lead)[-1]
+        spent = (time.perf_counter() - begin) * 1e3
+        report = Report(plan.ntokens, plan.prefix, plan.exact, plan.reused - recomputed, recomputed, plan.fresh, spent)
+        return Prefill(cache, logits, report)
+
+    def settings(self, options: RequestOptions) -> BlendSettings:
+        """The blend settings of one request."""
+        wanted = options.resolved(self.config)
+        return BlendSettings(
+            selector=wanted.selector or self.config.blend_selector,
+            ratios=options.ratios(self.config),
+            check_layers=self.config.blend_check_layers,
+            thresholds=self.config.blend_thresholds,
+            options=dict(wanted.selector_options or {}),
+            drift=DriftSettings() if self.config.blend_drift_correction else None,
+            layerwise=self.config.use_layerwise,
+        )
+
+    @torch.inference_mode()
+    def _restored(self, prepared: Prepared, records: LeaseRecords, held: DynamicCache | None) -> DynamicCache:
+        """Engine-held and exact KV as a cache of its own."""
+        geometry, plan = self._engine.geometry, prepared.plan
+        exact = [s for s in plan.spans if s.kind is SpanKind.EXACT]
+        if held is None and not exact:
+            return DynamicCache()
+        self._engine.hold(held)
+        stop = plan.prefix + plan.exact
+        kv = torch.empty(geometry.layers, 2, stop, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype, device=geometry.device)
+        for index in range(geometry.layers):
+            if plan.prefix:
+                kv[index, 0, : plan.prefix], kv[index, 1, : plan.prefix] = self._engine.read_slots(index, plan.prefix)
+            for span in exact:
+                k, v = records.layer(span.chunk, index)
+                rows = slice(span.row, span.row + len(span))
+                kv[index, 0, span.start : span.stop].copy_(k[rows])
+                kv[index, 1, span.start : span.stop].copy_(v[rows])
+        return as_cache(kv)
+
+    def _capture(self, prepared: Prepared, cache: DynamicCache) -> None:
+        capture = None
+        try:
+            capture = self.pipeline.capture(prepared)
+            layers = [(e.keys[0].transpose(0, 1), e.values[0].transpose(0, 1)) for e in cache.layers]
+            for chunk in capture.chunks():
+                write_record(self._engine.geometry, chunk.reservation.buffer(chunk.index), layers, chunk.start, chunk.stop)
+            self.counters["stored"] += capture.commit()
+        except Exception as error:
+            if capture is not None:
+                capture.abort()
+            self.counters["store_errors"] += 1
+            log.warning("documents were not stored: %s: %s", type(error).__name__, error)
+
+    def _fall_back(self, ids: Sequence[int], begin: float, error: Exception) -> Prefill:
+        self.counters["fallbacks"] += 1
+        cache = DynamicCache()
+        logits = self.extend(cache, ids, 0)[-1]
+        spent = (time.perf_counter() - begin) * 1e3
+        return Prefill(cache, logits, Report(len(ids), 0, 0, 0, 0, len(ids), spent, f"{type(error).__name__}: {error}"))
+
+    def _prove(self) -> tuple[str, Proof | None]:
+        try:
+            self._engine.prove_logits()
+            return "", prove_geometry(self._engine, self._engine.prefill, vocabulary=self._engine.vocabulary)
+        except (GeometryError, UnsupportedModel) as error:
+            log.warning("blending is refused for %s, plain caching stays on: %s", type(self._engine.model).__name__, error)
+            return str(error), None
+
+
+def as_cache(kv: Tensor) -> DynamicCache:
+    """``kv`` [layers, 2, tokens, kv_heads, dim] as the engine's cache, without a copy."""
+    cache = DynamicCache()
+    for k, v in kv:
+        layer = DynamicLayer()
+        keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache

@@ -1,0 +1,47 @@
+"""Records of the store as tensors: views of leased bytes, and the writing of reserved ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core import Lease, RecordBuffer
+from .model import Geometry
+
+
+class LeaseRecords:
+    """A `RecordSource` over leases: chunk number c is hit ``where[c]`` = (lease, index). Views are zero-copy."""
+
+    def __init__(self, geometry: Geometry, where: Sequence[tuple[Lease, int]]) -> None:
+        self._geometry, self._where = geometry, where
+        self._views: dict[int, Tensor] = {}
+
+    def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
+        """K and V [ntokens, kv_heads, dim] of one layer of one chunk. Raises `LeaseExpired`."""
+        view = self._views.get(chunk)
+        if view is None:
+            lease, at = self._where[chunk]
+            view = self._views[chunk] = record_view(self._geometry, lease.buffer(at))
+        return view[index, 0], view[index, 1]
+
+    def scores(self, chunk: int) -> Tensor | None:
+        """Per-token scores [ntokens] float32, or None."""
+        lease, at = self._where[chunk]
+        found = lease.scores(at)
+        return None if found is None else torch.frombuffer(bytearray(found), dtype=torch.float32)
+
+
+def record_view(geometry: Geometry, buffer: RecordBuffer) -> Tensor:
+    """``[layers, 2, tokens, kv_heads, dim]`` in the engine's dtype over a record's bytes, without a copy."""
+    flat: Tensor = torch.from_dlpack(buffer)
+    return flat.view(geometry.dtype).view(geometry.layers, 2, -1, geometry.kv_heads, geometry.head_dim)
+
+
+def write_record(geometry: Geometry, buffer: RecordBuffer, layers: Sequence[tuple[Tensor, Tensor]], start: int, stop: int) -> None:
+    """Copy tokens ``start``..``stop`` of every layer's K and V [tokens, kv_heads, dim] into a reserved record."""
+    target = record_view(geometry, buffer)
+    for index, (k, v) in enumerate(layers):
+        target[index, 0].copy_(k[start:stop])
+        target[index, 1].copy_(v[start:stop])
