@@ -14,22 +14,23 @@ mod fingerprint;
 mod tests;
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::Namespace;
-use anchors::{Anchors, Candidate, SAME};
+use crate::{Namespace, Result};
+use anchors::{Anchors, Candidate, MOST_ANCHORS, SAME};
 use fingerprint::{Fingerprint, Roll};
 
 /// Tokens of an anchor (fewer when chunks are smaller than that).
 const WINDOW: usize = 32;
 
-/// Rows between anchors, unless a chunk would have more than [`MOST_ANCHORS`].
+/// Rows between anchors, unless a full chunk would have more than [`MOST_ANCHORS`].
 const STRIDE: usize = 128;
-const MOST_ANCHORS: usize = 255;
 
 /// Tokens that may be compared for each token of the prompt, and at its start.
 const CREDIT: usize = 16;
 const FIRST_CREDIT: usize = 1 << 14;
+
+/// Fingerprints made at a time.
+const BATCH: usize = 16;
 
 /// What pinning a chunk costs, in compared tokens.
 const PIN_COST: usize = 32;
@@ -48,13 +49,15 @@ pub trait Known {
     fn children(&self) -> Vec<(u32, u32)>;
 }
 
-/// What the matcher needs from the store: pin a chunk that it knows by slot and generation.
+/// What the matcher needs from the store: chunks by slot. Takes no lock.
 pub trait Resolver {
     /// The pin.
     type Pinned<'a>: Known
     where
         Self: 'a;
-    /// `None` when that generation is gone. Takes no lock.
+    /// Generation of the chunk that is resident in a slot.
+    fn resident(&self, slot: u32) -> Option<u32>;
+    /// `None` when that generation is gone, or is a `HEAD` record, which is not for reuse elsewhere.
     fn pin(&self, slot: u32, generation: u32) -> Option<Self::Pinned<'_>>;
 }
 
@@ -77,22 +80,19 @@ pub struct Matcher {
     window: usize,
     stride: usize,
     anchors: Anchors,
-    /// Generation + 1 of the chunk that is findable in each slot, 0 for none.
-    generations: Box<[AtomicU32]>,
 }
 
 impl Matcher {
-    /// For at most `max_chunks` chunks (slots below `max_chunks`) of at most `chunk_size` tokens.
-    pub fn new(max_chunks: usize, chunk_size: usize) -> Self {
+    /// For at most `max_chunks` chunks of at most `chunk_size` tokens.
+    pub fn new(max_chunks: usize, chunk_size: usize) -> Result<Self> {
         let window = chunk_size.clamp(1, WINDOW);
         let stride = STRIDE.max(chunk_size.div_ceil(MOST_ANCHORS));
         let each = anchor_rows(window, stride, chunk_size.max(1)).count();
-        Self {
+        Ok(Self {
             window,
             stride,
-            anchors: Anchors::new(max_chunks * each),
-            generations: (0..max_chunks).map(|_| AtomicU32::new(0)).collect(),
-        }
+            anchors: Anchors::new(max_chunks * each)?,
+        })
     }
 
     /// Tokens from which on a run of one chunk's rows is found for certain, if no other match covers a part of it and at
@@ -104,17 +104,15 @@ impl Matcher {
     /// Makes a published chunk findable. Calls to `insert` and `remove` never overlap (the store's writer lock).
     ///
     /// A chunk shorter than a window has no anchor and is only found by extension from its parent.
-    pub fn insert(&self, ns: &Namespace, slot: u32, generation: u32, tokens: &[u32], _parent: Option<u32>) {
-        self.generations[slot as usize].store(generation.wrapping_add(1), Ordering::Release);
+    pub fn insert(&self, ns_digest: &[u8; 32], slot: u32, tokens: &[u32]) {
         // Last anchor first, so that the chunk's start is the newest where they are alike.
-        for (fingerprint, candidate) in self.anchors_of(ns.digest(), slot, tokens).rev() {
+        for (fingerprint, candidate) in self.anchors_of(ns_digest, slot, tokens).rev() {
             self.anchors.insert(fingerprint, candidate);
         }
     }
 
-    /// Forgets a chunk; `tokens` are those given to `insert`.
+    /// Forgets a chunk; the arguments are those given to `insert`.
     pub fn remove(&self, ns_digest: &[u8; 32], slot: u32, tokens: &[u32]) {
-        self.generations[slot as usize].store(0, Ordering::Release);
         for (fingerprint, candidate) in self.anchors_of(ns_digest, slot, tokens) {
             self.anchors.remove(fingerprint, candidate);
         }
@@ -124,16 +122,29 @@ impl Matcher {
     ///
     /// Where occurrences overlap, the longest has its tokens first, then the leftmost; what is left of the others counts as
     /// an occurrence of its own.
-    pub fn find<R: Resolver>(&self, ns: &Namespace, tokens: &[u32], min_tokens: usize, chunks: &R) -> Vec<Match> {
+    pub fn find<R: Resolver>(
+        &self,
+        ns: &Namespace,
+        tokens: &[u32],
+        min_tokens: usize,
+        chunks: &R,
+    ) -> Vec<Match> {
         let function = Fingerprint::new(ns.digest(), self.window);
-        let mut search = Search { matcher: self, ns, tokens, chunks, spent: 0, verified: HashMap::new() };
+        let mut search = Search {
+            matcher: self,
+            ns,
+            tokens,
+            chunks,
+            spent: 0,
+            verified: HashMap::new(),
+        };
         let runs = self.runs(&mut function.roll(tokens), &mut search);
         resolve(runs, min_tokens)
     }
 
     /// Bytes of memory that the fingerprints take.
     pub fn bytes(&self) -> usize {
-        self.anchors.bytes() + size_of_val(&*self.generations)
+        self.anchors.bytes()
     }
 
     /// Every run that a window leads to, in the order of those windows.
@@ -141,21 +152,39 @@ impl Matcher {
         let mut runs = Vec::new();
         let mut candidates = Vec::with_capacity(2 * SAME);
         let mut position = 0;
-        while let Some(fingerprint) = windows.at(position) {
-            let mut resume = position + 1;
-            self.anchors.candidates(fingerprint, |candidate| candidates.push(candidate));
-            for candidate in candidates.drain(..) {
-                if search.spent > FIRST_CREDIT + CREDIT * position {
+        // Fingerprints come in batches, so that their buckets are on the way from memory while others are looked at.
+        let mut batch = [0; BATCH];
+        loop {
+            let mut count = 0;
+            while count < BATCH {
+                let Some(fingerprint) = windows.at(position + count) else {
                     break;
+                };
+                self.anchors.prefetch(fingerprint);
+                batch[count] = fingerprint;
+                count += 1;
+            }
+            if count == 0 {
+                return runs;
+            }
+            let mut resume = position + count;
+            for (place, &fingerprint) in (position..).zip(&batch[..count]) {
+                self.anchors
+                    .candidates(fingerprint, |candidate| candidates.push(candidate));
+                let found = runs.len();
+                for candidate in candidates.drain(..) {
+                    if search.spent > FIRST_CREDIT + CREDIT * place {
+                        break;
+                    }
+                    runs.extend(search.verify(candidate, place));
                 }
-                if let Some(run) = search.verify(candidate, position) {
-                    resume = resume.max((run.stop() + 1).saturating_sub(self.window));
-                    runs.push(run);
+                if let Some(reached) = runs[found..].iter().map(Run::stop).max() {
+                    resume = (place + 1).max((reached + 1).saturating_sub(self.window));
+                    break;
                 }
             }
             position = resume;
         }
-        runs
     }
 
     fn anchors_of(
@@ -166,14 +195,26 @@ impl Matcher {
     ) -> impl DoubleEndedIterator<Item = (u64, Candidate)> {
         let function = Fingerprint::new(ns_digest, self.window);
         let window = self.window;
-        anchor_rows(self.window, self.stride, tokens.len())
-            .map(move |(anchor, row)| (function.of(&tokens[row..row + window]), Candidate { slot, anchor }))
+        anchor_rows(self.window, self.stride, tokens.len()).map(move |(anchor, row)| {
+            (
+                function.of(&tokens[row..row + window]),
+                Candidate { slot, anchor },
+            )
+        })
     }
 }
 
 /// (number, row) of the anchors of a chunk of `ntokens` tokens.
-fn anchor_rows(window: usize, stride: usize, ntokens: usize) -> impl DoubleEndedIterator<Item = (u8, usize)> {
-    let count = if ntokens < window { 0 } else { (ntokens - window) / stride + 1 };
+fn anchor_rows(
+    window: usize,
+    stride: usize,
+    ntokens: usize,
+) -> impl DoubleEndedIterator<Item = (u8, usize)> {
+    let count = if ntokens < window {
+        0
+    } else {
+        (ntokens - window) / stride + 1
+    };
     (0..count.min(MOST_ANCHORS)).map(move |number| (number as u8, number * stride))
 }
 
@@ -213,22 +254,37 @@ impl<'a, R: Resolver> Search<'a, R> {
         let row = usize::from(candidate.anchor) * self.matcher.stride;
         let origin = position as isize - row as isize;
         let window = self.matcher.window;
-        if self.verified.get(&(candidate.slot, origin)).is_some_and(|&stop| position + window <= stop) {
+        if self
+            .verified
+            .get(&(candidate.slot, origin))
+            .is_some_and(|&stop| position + window <= stop)
+        {
             return None;
         }
-        let generation = self.matcher.generations[candidate.slot as usize].load(Ordering::Acquire);
-        let chunk = self.pin(candidate.slot, generation.wrapping_sub(1))?;
+        let generation = self.chunks.resident(candidate.slot)?;
+        let chunk = self.pin(candidate.slot, generation)?;
         let known = chunk.tokens();
-        if known.len() < row + window || known[row..row + window] != self.tokens[position..position + window] {
+        if known.len() < row + window
+            || known[row..row + window] != self.tokens[position..position + window]
+        {
             return None;
         }
         let left = common_suffix(&known[..row], &self.tokens[..position]);
         let right = common_prefix(&known[row..], &self.tokens[position..]);
-        let piece = Match { key: chunk.key(), start: position - left, stop: position + right, row: row - left };
+        let piece = Match {
+            key: chunk.key(),
+            start: position - left,
+            stop: position + right,
+            row: row - left,
+        };
         let at_end = row + right == known.len();
         self.note(candidate.slot, &piece);
 
-        let mut pieces = if piece.row == 0 { self.before(&chunk, piece.start) } else { Vec::new() };
+        let mut pieces = if piece.row == 0 {
+            self.before(&chunk, piece.start)
+        } else {
+            Vec::new()
+        };
         pieces.reverse();
         pieces.push(piece);
         if at_end {
@@ -242,17 +298,28 @@ impl<'a, R: Resolver> Search<'a, R> {
         let mut pieces = Vec::new();
         let mut link = chunk.parent();
         while let Some((slot, generation)) = link {
-            let Some(parent) = self.pin(slot, generation) else { break };
+            let Some(parent) = self.pin(slot, generation) else {
+                break;
+            };
             let known = parent.tokens();
             let same = common_suffix(known, &self.tokens[..start]);
             if same == 0 {
                 break;
             }
-            let piece = Match { key: parent.key(), start: start - same, stop: start, row: known.len() - same };
+            let piece = Match {
+                key: parent.key(),
+                start: start - same,
+                stop: start,
+                row: known.len() - same,
+            };
             self.note(slot, &piece);
             pieces.push(piece);
             start = piece.start;
-            link = if piece.row == 0 { parent.parent() } else { None };
+            link = if piece.row == 0 {
+                parent.parent()
+            } else {
+                None
+            };
         }
         pieces
     }
@@ -263,15 +330,24 @@ impl<'a, R: Resolver> Search<'a, R> {
         while stop < self.tokens.len() {
             let mut best: Option<(usize, u32, R::Pinned<'a>)> = None;
             for (slot, generation) in chunk.children() {
-                let Some(child) = self.pin(slot, generation) else { continue };
+                let Some(child) = self.pin(slot, generation) else {
+                    continue;
+                };
                 let same = common_prefix(child.tokens(), &self.tokens[stop..]);
                 self.spent += same;
                 if same > best.as_ref().map_or(0, |(most, ..)| *most) {
                     best = Some((same, slot, child));
                 }
             }
-            let Some((same, slot, child)) = best else { return };
-            let piece = Match { key: child.key(), start: stop, stop: stop + same, row: 0 };
+            let Some((same, slot, child)) = best else {
+                return;
+            };
+            let piece = Match {
+                key: child.key(),
+                start: stop,
+                stop: stop + same,
+                row: 0,
+            };
             self.note(slot, &piece);
             pieces.push(piece);
             if same < child.tokens().len() {
@@ -282,19 +358,20 @@ impl<'a, R: Resolver> Search<'a, R> {
         }
     }
 
-    /// Pins a chunk that may be matched: inserted, of this namespace, still there.
+    /// Pins a chunk of this namespace.
     fn pin(&mut self, slot: u32, generation: u32) -> Option<R::Pinned<'a>> {
         self.spent += PIN_COST;
-        let findable = self.matcher.generations[slot as usize].load(Ordering::Acquire);
-        if findable == 0 || findable != generation.wrapping_add(1) {
-            return None;
-        }
-        self.chunks.pin(slot, generation).filter(|chunk| chunk.namespace() == self.ns.digest())
+        self.chunks
+            .pin(slot, generation)
+            .filter(|chunk| chunk.namespace() == self.ns.digest())
     }
 
     fn note(&mut self, slot: u32, piece: &Match) {
         self.spent += piece.stop - piece.start;
-        self.verified.insert((slot, piece.start as isize - piece.row as isize), piece.stop);
+        self.verified.insert(
+            (slot, piece.start as isize - piece.row as isize),
+            piece.stop,
+        );
     }
 }
 
@@ -302,16 +379,36 @@ impl<'a, R: Resolver> Search<'a, R> {
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     // Blocks compare as one memcmp.
     const BLOCK: usize = 16;
-    let blocks = a.chunks_exact(BLOCK).zip(b.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count() * BLOCK;
-    blocks + a[blocks..].iter().zip(&b[blocks..]).take_while(|(a, b)| a == b).count()
+    let blocks = a
+        .chunks_exact(BLOCK)
+        .zip(b.chunks_exact(BLOCK))
+        .take_while(|(a, b)| a == b)
+        .count()
+        * BLOCK;
+    blocks
+        + a[blocks..]
+            .iter()
+            .zip(&b[blocks..])
+            .take_while(|(a, b)| a == b)
+            .count()
 }
 
 /// Tokens at the end that are equal.
 fn common_suffix(a: &[u32], b: &[u32]) -> usize {
     const BLOCK: usize = 16;
-    let blocks = a.rchunks_exact(BLOCK).zip(b.rchunks_exact(BLOCK)).take_while(|(a, b)| a == b).count() * BLOCK;
+    let blocks = a
+        .rchunks_exact(BLOCK)
+        .zip(b.rchunks_exact(BLOCK))
+        .take_while(|(a, b)| a == b)
+        .count()
+        * BLOCK;
     let (a, b) = (&a[..a.len() - blocks], &b[..b.len() - blocks]);
-    blocks + a.iter().rev().zip(b.iter().rev()).take_while(|(a, b)| a == b).count()
+    blocks
+        + a.iter()
+            .rev()
+            .zip(b.iter().rev())
+            .take_while(|(a, b)| a == b)
+            .count()
 }
 
 /// Gives every prompt token to at most one run and returns the pieces in order.
@@ -334,7 +431,10 @@ fn resolve(mut runs: Vec<Run>, min_tokens: usize) -> Vec<Match> {
 
 /// The parts of start..stop that are not taken.
 fn gaps(taken: &BTreeMap<usize, usize>, start: usize, stop: usize) -> Vec<(usize, usize)> {
-    let before = taken.range(..=start).next_back().map_or(start, |(_, &stop)| stop.max(start));
+    let before = taken
+        .range(..=start)
+        .next_back()
+        .map_or(start, |(_, &stop)| stop.max(start));
     let mut free = Vec::new();
     let mut from = before;
     for (&next, &after) in taken.range(start..stop) {
@@ -352,5 +452,10 @@ fn gaps(taken: &BTreeMap<usize, usize>, start: usize, stop: usize) -> Vec<(usize
 /// The part of a piece within start..stop.
 fn clip(piece: &Match, start: usize, stop: usize) -> Option<Match> {
     let (from, to) = (piece.start.max(start), piece.stop.min(stop));
-    (from < to).then(|| Match { key: piece.key, start: from, stop: to, row: piece.row + from - piece.start })
+    (from < to).then(|| Match {
+        key: piece.key,
+        start: from,
+        stop: to,
+        row: piece.row + from - piece.start,
+    })
 }

@@ -1,21 +1,30 @@
 //! Where fingerprints lead: a table from fingerprint to (slot, anchor number) with a bound on everything.
 //!
-//! A fingerprint picks two buckets of eight cells. A cell packs `slot:32 | anchor + 1:8 | tag:24` into one atomic word, so
-//! readers take no lock: a torn or stale answer can't exist, only one that no longer holds, and every candidate is
-//! confirmed by its tokens anyway. There is one writer at a time. At most [`SAME`] cells carry one tag: the newest, kept
-//! newest first, so boilerplate shared by a million chunks costs a prompt no more than that of eight.
+//! A fingerprint picks two buckets of ten cells, a bucket being a cache line. A cell is a slot and a mark, `tag:12 | anchor +
+//! 1:4`, where zero is empty. Readers take no lock: a stale or mixed answer is possible and harmless, as every candidate is
+//! confirmed by its tokens. There is one writer at a time. At most [`SAME`] cells carry one tag: the newest, kept newest
+//! first, so boilerplate shared by a million chunks costs a prompt no more than that of eight.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
-const BUCKET: usize = 8;
-const LINE: usize = 64;
+use crate::error::Result;
+use crate::index::prefetch;
+use crate::mapping::{Table, Zeroed};
+
+const CELLS: usize = 10;
 
 /// Most candidates of one fingerprint.
 pub(super) const SAME: usize = 8;
 
-/// Cells for each anchor that must fit, as a ratio: with two choices of eight cells, a table of two million anchors that is
-/// filled to 3/4 loses 21, filled to 2/3 none.
-const SPARE: (usize, usize) = (3, 2);
+/// Most anchors of one chunk: what a mark can tell apart.
+pub(super) const MOST_ANCHORS: usize = 15;
+
+/// Cells for each anchor that must fit, as a ratio: two million anchors with two choices of ten cells fill 3/4 of the table
+/// without a loss (17 are lost at 4/5).
+const SPARE: (usize, usize) = (4, 3);
+
+/// Bits of a mark that tell the fingerprint.
+const TAG: u16 = !0xf;
 
 /// A candidate: the chunk in `slot` may hold the window at its anchor number `anchor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,37 +33,58 @@ pub(super) struct Candidate {
     pub(super) anchor: u8,
 }
 
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Bucket {
+    slots: [AtomicU32; CELLS],
+    marks: [AtomicU16; CELLS],
+}
+
+// SAFETY: atomic integers, for which zero is a value.
+unsafe impl Zeroed for Bucket {}
+
 /// The table.
 #[derive(Debug)]
 pub(super) struct Anchors {
-    /// Zero is an empty cell. Buckets begin at `first`, on a cache line of their own.
-    cells: Box<[AtomicU64]>,
-    first: usize,
-    buckets: u64,
+    buckets: Table<Bucket>,
 }
 
 impl Anchors {
     /// For `capacity` anchors.
-    pub(super) fn new(capacity: usize) -> Self {
-        let buckets = (capacity * SPARE.0).div_ceil(SPARE.1 * BUCKET).max(2);
-        let cells = zeroed(buckets * BUCKET + LINE / size_of::<AtomicU64>() - 1);
-        let first = cells.as_ptr().align_offset(LINE);
-        Self { cells, first, buckets: buckets as u64 }
+    pub(super) fn new(capacity: usize) -> Result<Self> {
+        const { assert!(size_of::<Bucket>() == 64) };
+        let buckets = (capacity * SPARE.0).div_ceil(SPARE.1 * CELLS).max(2);
+        Ok(Self {
+            buckets: Table::new(buckets)?,
+        })
     }
 
     pub(super) fn bytes(&self) -> usize {
-        size_of_val(&*self.cells)
+        size_of_val(&*self.buckets)
+    }
+
+    /// Asks for the memory that `candidates` will read.
+    #[inline]
+    pub(super) fn prefetch(&self, fingerprint: u64) {
+        self.pick(fingerprint)
+            .into_iter()
+            .flatten()
+            .for_each(prefetch);
     }
 
     /// Calls `visit` with every candidate of a fingerprint, newest first.
     #[inline]
     pub(super) fn candidates(&self, fingerprint: u64, mut visit: impl FnMut(Candidate)) {
         let tag = tag(fingerprint);
-        for bucket in self.pick(fingerprint) {
-            for cell in bucket {
-                let word = cell.load(Ordering::Acquire);
-                if word & TAG == tag && word != 0 {
-                    visit(unpack(word));
+        for bucket in self.pick(fingerprint).into_iter().flatten() {
+            for cell in 0..CELLS {
+                let mark = bucket.marks[cell].load(Ordering::Acquire);
+                if mark & TAG == tag && mark != 0 {
+                    let slot = bucket.slots[cell].load(Ordering::Acquire);
+                    visit(Candidate {
+                        slot,
+                        anchor: (mark & !TAG) as u8 - 1,
+                    });
                 }
             }
         }
@@ -62,23 +92,18 @@ impl Anchors {
 
     /// Adds a candidate as the newest of its fingerprint; the oldest goes when there are too many.
     pub(super) fn insert(&self, fingerprint: u64, candidate: Candidate) {
-        let tag = tag(fingerprint);
-        let word = pack(candidate, tag);
-        let buckets = self.pick(fingerprint);
-        let cells: Vec<&AtomicU64> = buckets.iter().flat_map(|bucket| bucket.iter()).collect();
-        let words: Vec<u64> = cells.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-        let alike = |word: u64| word != 0 && word & TAG == tag;
-        if words.contains(&word) {
+        let new = (mark(fingerprint, candidate), candidate.slot);
+        let cells = self.cells(fingerprint);
+        let held: Vec<(u16, u32)> = cells.iter().map(Cell::load).collect();
+        if held.contains(&new) {
             return;
         }
-        let mut places: Vec<usize> = (0..cells.len()).filter(|&place| alike(words[place])).collect();
+        let alike = |mark: u16| mark != 0 && mark & TAG == tag(fingerprint);
+        let mut places: Vec<usize> = (0..cells.len())
+            .filter(|&place| alike(held[place].0))
+            .collect();
         let hole = if places.len() < SAME {
-            let load = |bucket: usize| {
-                words.chunks(BUCKET).nth(bucket).map_or(BUCKET, |b| b.iter().filter(|&&w| w != 0).count())
-            };
-            let emptier = usize::from(load(1) < load(0)) * BUCKET;
-            // Both full does not happen at the load the table is made for; if it does, another anchor goes.
-            let place = (emptier..emptier + BUCKET).find(|&place| words[place] == 0).unwrap_or(BUCKET - 1);
+            let place = free_place(&held);
             let position = places.partition_point(|&other| other < place);
             if places.get(position) != Some(&place) {
                 places.insert(position, place);
@@ -87,56 +112,95 @@ impl Anchors {
         } else {
             SAME - 1
         };
-        // Words only move to later cells, last first, so a reader that goes forward sees each at least once.
+        // Candidates only move to later cells, last first, so a reader that goes forward sees each at least once.
         for i in (1..=hole).rev() {
-            cells[places[i]].store(words[places[i - 1]], Ordering::Release);
+            cells[places[i]].store(held[places[i - 1]]);
         }
-        cells[places[0]].store(word, Ordering::Release);
+        cells[places[0]].store(new);
     }
 
     /// Removes a candidate, if it is still there.
     pub(super) fn remove(&self, fingerprint: u64, candidate: Candidate) {
-        let word = pack(candidate, tag(fingerprint));
-        for bucket in self.pick(fingerprint) {
-            for cell in bucket {
-                if cell.load(Ordering::Relaxed) == word {
-                    cell.store(0, Ordering::Release);
-                }
-            }
+        let gone = (mark(fingerprint, candidate), candidate.slot);
+        for cell in self
+            .cells(fingerprint)
+            .iter()
+            .filter(|cell| cell.load() == gone)
+        {
+            cell.store((0, 0));
         }
     }
 
-    /// The buckets of a fingerprint: two, or the same one and nothing.
+    /// The cells of a fingerprint's buckets, in the order in which they are read.
+    fn cells(&self, fingerprint: u64) -> Vec<Cell<'_>> {
+        let buckets = self.pick(fingerprint).into_iter().flatten();
+        buckets
+            .flat_map(|bucket| bucket.marks.iter().zip(&bucket.slots))
+            .map(|(mark, slot)| Cell { mark, slot })
+            .collect()
+    }
+
+    /// The buckets of a fingerprint: two, unless they are the same. Either follows from the other and the tag, so cells of
+    /// one tag in one bucket have both buckets in common, and may change places.
     #[inline]
-    fn pick(&self, fingerprint: u64) -> [&[AtomicU64]; 2] {
-        let scale = |half: u64| ((half * self.buckets) >> 32) as usize;
-        let (one, other) = (scale(fingerprint & u64::from(u32::MAX)), scale(fingerprint >> 32));
-        let bucket = |number: usize| &self.cells[self.first + number * BUCKET..][..BUCKET];
-        [bucket(one), if other == one { &[] } else { bucket(other) }]
+    fn pick(&self, fingerprint: u64) -> [Option<&Bucket>; 2] {
+        let count = self.buckets.len() as u64;
+        let scale = |bits: u32| (u64::from(bits) * count) >> 32;
+        let one = scale(fingerprint as u32);
+        let sum = scale(u32::from(tag(fingerprint)).wrapping_mul(0x9e37_79b1));
+        let other = if sum >= one {
+            sum - one
+        } else {
+            sum + count - one
+        };
+        [
+            Some(&self.buckets[one as usize]),
+            (other != one).then(|| &self.buckets[other as usize]),
+        ]
     }
 }
 
-const TAG: u64 = (1 << 24) - 1;
-
-fn tag(fingerprint: u64) -> u64 {
-    fingerprint.wrapping_mul(0xff51_afd7_ed55_8ccd) >> 40
+/// One cell, as its writer sees it.
+struct Cell<'a> {
+    mark: &'a AtomicU16,
+    slot: &'a AtomicU32,
 }
 
-fn pack(candidate: Candidate, tag: u64) -> u64 {
-    u64::from(candidate.slot) << 32 | (u64::from(candidate.anchor) + 1) << 24 | tag
+impl Cell<'_> {
+    fn load(&self) -> (u16, u32) {
+        (
+            self.mark.load(Ordering::Relaxed),
+            self.slot.load(Ordering::Relaxed),
+        )
+    }
+
+    fn store(&self, (mark, slot): (u16, u32)) {
+        self.slot.store(slot, Ordering::Release);
+        self.mark.store(mark, Ordering::Release);
+    }
 }
 
-fn unpack(word: u64) -> Candidate {
-    Candidate { slot: (word >> 32) as u32, anchor: ((word >> 24) as u8).wrapping_sub(1) }
+/// An empty cell in the emptier bucket. Both full does not happen at the load the table is made for; if it does, another
+/// anchor goes.
+fn free_place(held: &[(u16, u32)]) -> usize {
+    let load = |bucket: &[(u16, u32)]| bucket.iter().filter(|(mark, _)| *mark != 0).count();
+    let (one, other) = held.split_at(CELLS);
+    let from = if !other.is_empty() && load(other) < load(one) {
+        CELLS
+    } else {
+        0
+    };
+    (from..from + CELLS)
+        .find(|&place| held[place].0 == 0)
+        .unwrap_or(CELLS - 1)
 }
 
-/// Zero words whose memory the system hands out when it is first touched.
-fn zeroed(words: usize) -> Box<[AtomicU64]> {
-    const { assert!(align_of::<AtomicU64>() == align_of::<u64>()) };
-    let plain = Box::into_raw(vec![0_u64; words].into_boxed_slice());
-    // SAFETY: AtomicU64 has the size, the alignment (asserted above) and the bit validity of u64, and nobody else holds
-    // this memory.
-    unsafe { Box::from_raw(plain as *mut [AtomicU64]) }
+fn tag(fingerprint: u64) -> u16 {
+    (fingerprint.wrapping_mul(0xff51_afd7_ed55_8ccd) >> 48) as u16 & TAG
+}
+
+fn mark(fingerprint: u64, candidate: Candidate) -> u16 {
+    tag(fingerprint) | (u16::from(candidate.anchor) + 1)
 }
 
 #[cfg(test)]
@@ -150,51 +214,95 @@ mod tests {
     }
 
     fn spread(i: u64) -> u64 {
-        u64::from_le_bytes(blake3::hash(&i.to_le_bytes()).as_bytes()[..8].try_into().expect("8 bytes"))
+        u64::from_le_bytes(
+            blake3::hash(&i.to_le_bytes()).as_bytes()[..8]
+                .try_into()
+                .expect("8 bytes"),
+        )
     }
 
     /// A full table still finds every anchor, and an emptied one finds none.
     #[test]
     fn a_table_filled_to_capacity_loses_nothing() {
         let capacity = 40_000;
-        let table = Anchors::new(capacity);
+        let table = Anchors::new(capacity).expect("memory");
         for i in 0..capacity as u32 {
-            table.insert(spread(i.into()), Candidate { slot: i, anchor: (i % 255) as u8 });
+            table.insert(
+                spread(i.into()),
+                Candidate {
+                    slot: i,
+                    anchor: (i % 15) as u8,
+                },
+            );
         }
         for i in 0..capacity as u32 {
             assert!(found(&table, spread(i.into())).contains(&i), "anchor {i}");
         }
         for i in 0..capacity as u32 {
-            table.remove(spread(i.into()), Candidate { slot: i, anchor: (i % 255) as u8 });
+            table.remove(
+                spread(i.into()),
+                Candidate {
+                    slot: i,
+                    anchor: (i % 15) as u8,
+                },
+            );
         }
-        assert!(table.cells.iter().all(|cell| cell.load(Ordering::Relaxed) == 0));
+        let marks = table.buckets.iter().flat_map(|bucket| &bucket.marks);
+        assert!(
+            marks
+                .into_iter()
+                .all(|mark| mark.load(Ordering::Relaxed) == 0)
+        );
     }
 
     /// One fingerprint keeps its newest candidates, newest first, whatever shares its buckets.
     #[test]
     fn the_newest_candidates_of_a_fingerprint_stay() {
-        let table = Anchors::new(64);
+        let table = Anchors::new(64).expect("memory");
         let fingerprint = spread(1);
         for slot in 0..100 {
             table.insert(fingerprint, Candidate { slot, anchor: 0 });
             let expected: Vec<u32> = (0..=slot).rev().take(SAME).collect();
             assert_eq!(found(&table, fingerprint), expected);
         }
-        table.remove(fingerprint, Candidate { slot: 97, anchor: 0 });
+        table.remove(
+            fingerprint,
+            Candidate {
+                slot: 97,
+                anchor: 0,
+            },
+        );
         assert_eq!(found(&table, fingerprint), [99, 98, 96, 95, 94, 93, 92]);
-        table.insert(fingerprint, Candidate { slot: 100, anchor: 0 });
-        assert_eq!(found(&table, fingerprint), [100, 99, 98, 96, 95, 94, 93, 92]);
+        table.insert(
+            fingerprint,
+            Candidate {
+                slot: 100,
+                anchor: 0,
+            },
+        );
+        assert_eq!(
+            found(&table, fingerprint),
+            [100, 99, 98, 96, 95, 94, 93, 92]
+        );
     }
 
     /// A chunk found by several anchors is told apart by their numbers; the same anchor twice is one.
     #[test]
     fn anchors_of_one_chunk_are_apart() {
-        let table = Anchors::new(8);
-        for anchor in [3, 0, 254, 3] {
-            table.insert(9, Candidate { slot: u32::MAX, anchor });
+        let table = Anchors::new(8).expect("memory");
+        for anchor in [3, 0, 14, 3] {
+            table.insert(
+                9,
+                Candidate {
+                    slot: u32::MAX,
+                    anchor,
+                },
+            );
         }
         let mut anchors = Vec::new();
-        table.candidates(9, |candidate| anchors.push((candidate.slot, candidate.anchor)));
-        assert_eq!(anchors, [(u32::MAX, 254), (u32::MAX, 0), (u32::MAX, 3)]);
+        table.candidates(9, |candidate| {
+            anchors.push((candidate.slot, candidate.anchor))
+        });
+        assert_eq!(anchors, [(u32::MAX, 14), (u32::MAX, 0), (u32::MAX, 3)]);
     }
 }

@@ -20,12 +20,18 @@ impl Fingerprint {
     /// `window` is at least 1.
     pub(super) fn new(namespace: &[u8; 32], window: usize) -> Self {
         let secret = blake3::derive_key(CONTEXT, namespace);
-        let word = |i: usize| u64::from_le_bytes(secret[8 * i..8 * i + 8].try_into().expect("8 bytes"));
+        let word =
+            |i: usize| u64::from_le_bytes(secret[8 * i..8 * i + 8].try_into().expect("8 bytes"));
         // Bases up to 2³² could be met by a token's value; the others are equally likely but for a bias of 2⁻³².
         let low = 1 << 32;
         let base = low + word(0) % (PRIME - 1 - low);
         let leaving = (0..window).fold(1, |power, _| multiply(power, base));
-        Self { window, base, leaving, salt: [word(1), word(2) | 1] }
+        Self {
+            window,
+            base,
+            leaving,
+            salt: [word(1), word(2) | 1],
+        }
     }
 
     /// Fingerprint of exactly one window.
@@ -35,11 +41,18 @@ impl Fingerprint {
 
     /// Fingerprints of the windows of `tokens`, from any place on.
     pub(super) fn roll<'a>(&'a self, tokens: &'a [u32]) -> Roll<'a> {
-        Roll { function: self, tokens, next: usize::MAX, sum: 0 }
+        Roll {
+            function: self,
+            tokens,
+            next: usize::MAX,
+            sum: 0,
+        }
     }
 
     fn sum(&self, tokens: &[u32]) -> u64 {
-        tokens.iter().fold(0, |sum, &token| add(multiply(sum, self.base), u64::from(token) + 1))
+        tokens.iter().fold(0, |sum, &token| {
+            add(multiply(sum, self.base), u64::from(token) + 1)
+        })
     }
 
     fn mix(&self, sum: u64) -> u64 {
@@ -61,11 +74,19 @@ impl Roll<'_> {
     /// Fingerprint of the window that starts at `start`, or `None` when it doesn't fit.
     #[inline]
     pub(super) fn at(&mut self, start: usize) -> Option<u64> {
-        let Fingerprint { window, base, leaving, .. } = *self.function;
+        let Fingerprint {
+            window,
+            base,
+            leaving,
+            ..
+        } = *self.function;
         let entering = *self.tokens.get(start + window - 1)?;
         self.sum = if start == self.next {
             let grown = add(multiply(self.sum, base), u64::from(entering) + 1);
-            add(grown, PRIME - multiply(leaving, u64::from(self.tokens[start - 1]) + 1))
+            add(
+                grown,
+                PRIME - multiply(leaving, u64::from(self.tokens[start - 1]) + 1),
+            )
         } else {
             self.function.sum(&self.tokens[start..start + window])
         };
@@ -129,14 +150,26 @@ pub(super) mod tests {
         let mut crafted = plain.clone();
         crafted[9] += 1;
         crafted[10] -= 31;
-        let base_31 = |tokens: &[u32]| tokens.iter().fold(0_u64, |sum, &t| sum.wrapping_mul(31).wrapping_add(t.into()));
-        assert_eq!(base_31(&plain), base_31(&crafted), "the attack is real for base 31");
+        let base_31 = |tokens: &[u32]| {
+            tokens
+                .iter()
+                .fold(0_u64, |sum, &t| sum.wrapping_mul(31).wrapping_add(t.into()))
+        };
+        assert_eq!(
+            base_31(&plain),
+            base_31(&crafted),
+            "the attack is real for base 31"
+        );
         assert_ne!(target.of(&plain), target.of(&crafted));
 
         let known = Fingerprint::new(&[2; 32], window);
         let (plain, crafted) = collision(&known);
         assert_ne!(plain, crafted);
-        assert_eq!(known.of(&plain), known.of(&crafted), "the attack is real for a base that is known");
+        assert_eq!(
+            known.of(&plain),
+            known.of(&crafted),
+            "the attack is real for a base that is known"
+        );
         assert_ne!(target.of(&plain), target.of(&crafted));
     }
 
@@ -144,14 +177,20 @@ pub(super) mod tests {
     /// between three powers of the base, found by Euclid's algorithm on (PRIME, base) and spread over neighbours.
     pub(in crate::matcher) fn collision(known: &Fingerprint) -> (Vec<u32>, Vec<u32>) {
         // r = s·base mod PRIME with r and s near 2³⁰·⁵, so r·b⁰ − s·b¹ = 0: both fit in a token.
-        let (mut remainders, mut factors) = ((i128::from(PRIME), i128::from(known.base)), (0_i128, 1_i128));
+        let (mut remainders, mut factors) = (
+            (i128::from(PRIME), i128::from(known.base)),
+            (0_i128, 1_i128),
+        );
         while remainders.1 >= 1 << 31 {
             let quotient = remainders.0 / remainders.1;
             remainders = (remainders.1, remainders.0 - quotient * remainders.1);
             factors = (factors.1, factors.0 - quotient * factors.1);
         }
         let (r, s) = (remainders.1, factors.1);
-        assert!(s.unsigned_abs() < 1 << 31, "the first remainder below 2³¹ has a factor of at most 2³⁰");
+        assert!(
+            s.unsigned_abs() < 1 << 31,
+            "the first remainder below 2³¹ has a factor of at most 2³⁰"
+        );
         let plain = vec![1_u32 << 31; known.window];
         let mut crafted = plain.clone();
         let shift = |token: u32, by: i128| u32::try_from(i128::from(token) + by).expect("in range");

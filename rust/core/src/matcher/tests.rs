@@ -17,13 +17,18 @@ struct Shelved {
     key: Key,
     tokens: Vec<u32>,
     parent: Option<u32>,
+    gone: bool,
 }
 
 const GENERATION: u32 = 5;
 
 impl Library {
     fn new(chunk_size: usize) -> Self {
-        Self { chunk_size, matcher: Matcher::new(4096, chunk_size), shelf: Vec::new() }
+        Self {
+            chunk_size,
+            matcher: Matcher::new(4096, chunk_size).expect("memory"),
+            shelf: Vec::new(),
+        }
     }
 
     /// Adds a document as a chain, each chunk once.
@@ -34,8 +39,14 @@ impl Library {
             let known = self.shelf.iter().position(|chunk| chunk.key == key);
             let slot = known.unwrap_or_else(|| {
                 let slot = self.shelf.len();
-                self.matcher.insert(ns, slot as u32, GENERATION, tokens, parent);
-                self.shelf.push(Shelved { ns: *ns, key, tokens: tokens.to_vec(), parent });
+                self.matcher.insert(ns.digest(), slot as u32, tokens);
+                self.shelf.push(Shelved {
+                    ns: *ns,
+                    key,
+                    tokens: tokens.to_vec(),
+                    parent,
+                    gone: false,
+                });
                 slot
             });
             parent = Some(slot as u32);
@@ -43,7 +54,8 @@ impl Library {
     }
 
     fn remove(&mut self, slot: u32) {
-        let chunk = &self.shelf[slot as usize];
+        let chunk = &mut self.shelf[slot as usize];
+        chunk.gone = true;
         self.matcher.remove(chunk.ns.digest(), slot, &chunk.tokens);
     }
 
@@ -57,7 +69,11 @@ impl Library {
     fn assert_sound(&self, ns: &Namespace, prompt: &[u32], matches: &[Match]) {
         for found in matches {
             assert!(found.start < found.stop, "empty match {found:?}");
-            let chunk = self.shelf.iter().find(|chunk| chunk.key == found.key).expect("a known key");
+            let chunk = self
+                .shelf
+                .iter()
+                .find(|chunk| chunk.key == found.key)
+                .expect("a known key");
             assert_eq!(chunk.ns, *ns);
             assert_eq!(
                 chunk.tokens[found.row..found.row + found.stop - found.start],
@@ -65,7 +81,10 @@ impl Library {
                 "{found:?} claims tokens that differ",
             );
         }
-        assert!(matches.windows(2).all(|pair| pair[0].stop <= pair[1].start), "order or overlap: {matches:?}");
+        assert!(
+            matches.windows(2).all(|pair| pair[0].stop <= pair[1].start),
+            "order or overlap: {matches:?}"
+        );
     }
 }
 
@@ -110,8 +129,16 @@ impl Known for Pinned<'_> {
 impl Resolver for Library {
     type Pinned<'a> = Pinned<'a>;
 
+    fn resident(&self, slot: u32) -> Option<u32> {
+        (!self.shelf[slot as usize].gone).then_some(GENERATION)
+    }
+
     fn pin(&self, slot: u32, generation: u32) -> Option<Pinned<'_>> {
-        (generation == GENERATION).then_some(Pinned { library: self, slot })
+        let there = self.resident(slot) == Some(generation);
+        there.then_some(Pinned {
+            library: self,
+            slot,
+        })
     }
 }
 
@@ -142,7 +169,8 @@ fn brute_force(library: &Library, ns: &Namespace, prompt: &[u32], certain: usize
             for row in 0..=len {
                 let position = origin + row;
                 let equal = row < len
-                    && usize::try_from(position).is_ok_and(|p| prompt.get(p) == Some(&chunk.tokens[row as usize]));
+                    && usize::try_from(position)
+                        .is_ok_and(|p| prompt.get(p) == Some(&chunk.tokens[row as usize]));
                 if equal {
                     run += 1;
                     continue;
@@ -165,8 +193,16 @@ fn assert_complete(library: &Library, ns: &Namespace, prompt: &[u32], matches: &
     let expected = brute_force(library, ns, prompt, certain);
     let mut missed = 0;
     for position in 0..prompt.len() {
-        missed = if expected[position] && !covered[position] { missed + 1 } else { 0 };
-        assert!(missed < certain, "positions {}..={position} are known but not found", position + 1 - missed);
+        missed = if expected[position] && !covered[position] {
+            missed + 1
+        } else {
+            0
+        };
+        assert!(
+            missed < certain,
+            "positions {}..={position} are known but not found",
+            position + 1 - missed
+        );
     }
 }
 
@@ -187,9 +223,18 @@ fn a_document_is_found_whole_at_any_offset_to_its_tail() {
             let expected: Vec<Match> = keys
                 .iter()
                 .enumerate()
-                .map(|(i, &key)| Match { key, start: offset + 256 * i, stop: offset + len.min(256 * (i + 1)), row: 0 })
+                .map(|(i, &key)| Match {
+                    key,
+                    start: offset + 256 * i,
+                    stop: offset + len.min(256 * (i + 1)),
+                    row: 0,
+                })
                 .collect();
-            assert_eq!(library.find(&ns, &prompt, 32), expected, "document of {len} at {offset}");
+            assert_eq!(
+                library.find(&ns, &prompt, 32),
+                expected,
+                "document of {len} at {offset}"
+            );
         }
     }
 }
@@ -213,7 +258,10 @@ fn a_document_inside_a_longer_chain_is_found_whole() {
             prompt.extend(text(31, 50));
             let matches = library.find(&ns, &prompt, 32);
             let covered = covered(&matches, prompt.len());
-            assert!((0..prompt.len()).all(|p| covered[p] == (77..777).contains(&p)), "lead {lead}: {matches:?}");
+            assert!(
+                (0..prompt.len()).all(|p| covered[p] == (77..777).contains(&p)),
+                "lead {lead}: {matches:?}"
+            );
         }
     }
 }
@@ -225,7 +273,16 @@ fn every_occurrence_is_found_and_a_hole_costs_only_itself() {
     let (one, two) = (text(1, 300), text(2, 400));
     library.add(&ns, &one);
     library.add(&ns, &two);
-    let prompt = [&one[..], &text(50, 5), &one, &two, &two, &text(51, 100), &one].concat();
+    let prompt = [
+        &one[..],
+        &text(50, 5),
+        &one,
+        &two,
+        &two,
+        &text(51, 100),
+        &one,
+    ]
+    .concat();
     let covered = covered(&library.find(&ns, &prompt, 32), prompt.len());
     let fresh = |p: usize| (300..305).contains(&p) || (1405..1505).contains(&p);
     assert!((0..prompt.len()).all(|p| covered[p] != fresh(p)));
@@ -234,7 +291,10 @@ fn every_occurrence_is_found_and_a_hole_costs_only_itself() {
     let mut changed = two.clone();
     changed[100] = 1;
     let matches = library.find(&ns, &changed, 32);
-    let spans: Vec<_> = matches.iter().map(|found| (found.start, found.stop, found.row)).collect();
+    let spans: Vec<_> = matches
+        .iter()
+        .map(|found| (found.start, found.stop, found.row))
+        .collect();
     assert_eq!(spans, [(0, 100, 0), (101, 256, 101), (256, 400, 0)]);
 }
 
@@ -248,7 +308,13 @@ fn runs_below_the_minimum_are_left_out_and_tails_count_with_their_chain() {
     assert_eq!(library.find(&ns, &prompt, 41), []);
     assert_eq!(library.find(&ns, &prompt, 40).len(), 1);
     let whole = library.find(&ns, &document, 100);
-    assert_eq!(whole.iter().map(|found| found.stop - found.start).collect::<Vec<_>>(), [256, 7]);
+    assert_eq!(
+        whole
+            .iter()
+            .map(|found| found.stop - found.start)
+            .collect::<Vec<_>>(),
+        [256, 7]
+    );
 }
 
 #[test]
@@ -256,14 +322,19 @@ fn the_child_that_equals_most_of_the_prompt_continues_a_run() {
     let ns = tenant("a");
     let mut library = Library::new(256);
     let parent = text(1, 256);
-    let tails: Vec<Vec<u32>> = (0..5).map(|i| [&text(2, 3 * i)[..], &text(3 + i as u32, 9)].concat()).collect();
+    let tails: Vec<Vec<u32>> = (0..5)
+        .map(|i| [&text(2, 3 * i)[..], &text(3 + i as u32, 9)].concat())
+        .collect();
     for tail in &tails {
         library.add(&ns, &[&parent[..], tail].concat());
     }
     for tail in &tails {
         let prompt = [&parent[..], tail, &text(40, 20)].concat();
         let matches = library.find(&ns, &prompt, 32);
-        assert_eq!(matches.last().map(|found| found.stop), Some(256 + tail.len()));
+        assert_eq!(
+            matches.last().map(|found| found.stop),
+            Some(256 + tail.len())
+        );
     }
 }
 
@@ -276,10 +347,17 @@ fn the_longest_run_wins_an_overlap_and_the_rest_is_kept() {
     library.add(&ns, &whole[60..]);
     let prompt = [&text(2, 50)[..], &whole].concat();
     let matches = library.find(&ns, &prompt, 32);
-    let spans: Vec<_> = matches.iter().map(|found| (found.start, found.stop, found.row)).collect();
+    let spans: Vec<_> = matches
+        .iter()
+        .map(|found| (found.start, found.stop, found.row))
+        .collect();
     // The second document covers 110..450 (340 tokens), so the first keeps 0..110 of its 200.
     assert_eq!(spans, [(0, 110, 0), (110, 366, 0), (366, 450, 0)]);
-    assert_eq!(matches, library.find(&ns, &prompt, 32), "the same prompt gives the same matches");
+    assert_eq!(
+        matches,
+        library.find(&ns, &prompt, 32),
+        "the same prompt gives the same matches"
+    );
 }
 
 #[test]
@@ -290,7 +368,11 @@ fn case_s13_another_tenant_never_matches() {
     library.add(&theirs, &document);
     assert_eq!(library.find(&ours, &document, 1), []);
     library.add(&ours, &document);
-    let keys: Vec<Key> = library.find(&ours, &document, 1).iter().map(|found| found.key).collect();
+    let keys: Vec<Key> = library
+        .find(&ours, &document, 1)
+        .iter()
+        .map(|found| found.key)
+        .collect();
     assert_eq!(keys, ours.chain_keys(&document, 256, &SEGMENT_ROOT));
 }
 
@@ -300,9 +382,15 @@ fn case_s13_a_candidate_of_another_tenant_is_refused_by_its_namespace() {
     let (ours, theirs) = (tenant("ours"), tenant("theirs"));
     let mut library = Library::new(256);
     let document = text(1, 256);
-    library.matcher.insert(&ours, 0, GENERATION, &document, None);
+    library.matcher.insert(ours.digest(), 0, &document);
     let key = theirs.chain_keys(&document, 256, &SEGMENT_ROOT)[0];
-    library.shelf.push(Shelved { ns: theirs, key, tokens: document.clone(), parent: None });
+    library.shelf.push(Shelved {
+        ns: theirs,
+        key,
+        tokens: document.clone(),
+        parent: None,
+        gone: false,
+    });
     assert_eq!(library.find(&ours, &document, 1), []);
 }
 
@@ -327,16 +415,28 @@ fn case_s12_crafted_collisions_do_not_match() {
 }
 
 #[test]
-fn removed_chunks_and_chunks_that_were_not_inserted_are_not_found() {
+fn removed_chunks_are_not_found() {
     let ns = tenant("a");
     let mut library = Library::new(256);
     let document = text(1, 700);
     library.add(&ns, &document);
     library.remove(2);
-    let stops: Vec<usize> = library.find(&ns, &document, 1).iter().map(|found| found.stop).collect();
-    assert_eq!(stops, [256, 512], "the tail is gone, though its parent still names it");
+    let stops: Vec<usize> = library
+        .find(&ns, &document, 1)
+        .iter()
+        .map(|found| found.stop)
+        .collect();
+    assert_eq!(
+        stops,
+        [256, 512],
+        "the tail is gone, though its parent still names it"
+    );
     library.remove(0);
-    let starts: Vec<usize> = library.find(&ns, &document, 1).iter().map(|found| found.start).collect();
+    let starts: Vec<usize> = library
+        .find(&ns, &document, 1)
+        .iter()
+        .map(|found| found.start)
+        .collect();
     assert_eq!(starts, [256]);
     library.remove(1);
     assert_eq!(library.find(&ns, &document, 1), []);
@@ -353,7 +453,10 @@ fn work_is_bounded_for_repeated_tokens() {
         library.add(&ns, &document);
     }
     library.add(&ns, &vec![7; 2000]);
-    for prompt in [vec![7; 50_000], [vec![7; 239], vec![8]].concat().repeat(200)] {
+    for prompt in [
+        vec![7; 50_000],
+        [vec![7; 239], vec![8]].concat().repeat(200),
+    ] {
         let function = Fingerprint::new(ns.digest(), WINDOW);
         let mut roll = function.roll(&prompt);
         let mut search = Search {
@@ -366,7 +469,12 @@ fn work_is_bounded_for_repeated_tokens() {
         };
         let runs = library.matcher.runs(&mut roll, &mut search);
         let most = FIRST_CREDIT + CREDIT * prompt.len() + 64 * prompt.len();
-        assert!(search.spent <= most, "{} comparisons for {} tokens", search.spent, prompt.len());
+        assert!(
+            search.spent <= most,
+            "{} comparisons for {} tokens",
+            search.spent,
+            prompt.len()
+        );
         let matches = resolve(runs, 32);
         library.assert_sound(&ns, &prompt, &matches);
     }
@@ -377,11 +485,20 @@ fn work_is_bounded_for_repeated_tokens() {
 
 /// A prompt, made of pieces of documents and of noise, in an alphabet so small that much repeats.
 fn corpus() -> impl Strategy<Value = (usize, Vec<Vec<u32>>, Vec<u32>)> {
-    let document = (2_u32..40, 0_usize..700).prop_flat_map(|(letters, len)| prop::collection::vec(0..letters, len));
-    (prop::sample::select(vec![16_usize, 40, 64, 256]), prop::collection::vec(document, 1..5)).prop_flat_map(
-        |(chunk_size, documents)| {
+    let document = (2_u32..40, 0_usize..700)
+        .prop_flat_map(|(letters, len)| prop::collection::vec(0..letters, len));
+    (
+        prop::sample::select(vec![16_usize, 40, 64, 256]),
+        prop::collection::vec(document, 1..5),
+    )
+        .prop_flat_map(|(chunk_size, documents)| {
             let count = documents.len();
-            let piece = (0..=count, 0_usize..700, 0_usize..700, prop::collection::vec(0_u32..40, 0..30));
+            let piece = (
+                0..=count,
+                0_usize..700,
+                0_usize..700,
+                prop::collection::vec(0_u32..40, 0..30),
+            );
             let shelf = documents.clone();
             prop::collection::vec(piece, 0..6).prop_map(move |pieces| {
                 let mut prompt = Vec::new();
@@ -394,12 +511,11 @@ fn corpus() -> impl Strategy<Value = (usize, Vec<Vec<u32>>, Vec<u32>)> {
                 }
                 (chunk_size, documents.clone(), prompt)
             })
-        },
-    )
+        })
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// Against brute force: every match is true, and every run long enough to hold an anchor is covered.
     #[test]
@@ -410,12 +526,9 @@ proptest! {
             library.add(&ns, document);
             library.add(&tenant("b"), document);
         }
-        let matches = library.find(&ns, &prompt, 1);
-        assert_complete(&library, &ns, &prompt, &matches);
-        for document in documents.iter().filter(|document| document.len() >= WINDOW.max(chunk_size)) {
-            let embedded = [&prompt[..], document, &prompt].concat();
-            let matches = library.find(&ns, &embedded, 1);
-            assert_complete(&library, &ns, &embedded, &matches);
+        for prompt in [prompt.clone(), [prompt, documents.concat()].concat()] {
+            let matches = library.find(&ns, &prompt, 1);
+            assert_complete(&library, &ns, &prompt, &matches);
         }
     }
 
