@@ -278,9 +278,7 @@ impl Ledger {
         if cold.labels().provenance != HEAD {
             // SAFETY: resident under the lock, so it stays until the call ends.
             let tokens = unsafe { record::tokens(&store.arena, &store.chunks, slot) };
-            store
-                .matcher
-                .insert(namespace, slot, generation, tokens, parent);
+            store.matcher.insert(namespace.digest(), slot, tokens);
         }
         store.event(
             if old.is_some() {

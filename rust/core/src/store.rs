@@ -11,7 +11,7 @@ use crate::eviction::PolicyKind;
 use crate::index::{self, ChunkIndex, SlotTable};
 use crate::key::Key;
 use crate::lease::{Lease, Pin};
-use crate::ledger::Ledger;
+use crate::ledger::{HEAD, Ledger};
 use crate::matcher::{Known, Match, Matcher, Resolver};
 use crate::namespace::Namespace;
 use crate::record;
@@ -120,7 +120,7 @@ impl Store {
             arena: Arena::new(options.capacity_bytes)?,
             chunks: Chunks::new(max_chunks, options.policy.hit_cap())?,
             index: SlotTable::new(max_chunks)?,
-            matcher: Matcher::new(max_chunks, options.chunk_size),
+            matcher: Matcher::new(max_chunks, options.chunk_size)?,
             reads: ReadCounters::default(),
             returns: Returns::default(),
             ledger: Mutex::new(Ledger::new(options.capacity_bytes, policy)),
@@ -449,12 +449,17 @@ pub(crate) struct Held<'a> {
 impl Resolver for Shared {
     type Pinned<'a> = Held<'a>;
 
+    fn resident(&self, slot: u32) -> Option<u32> {
+        self.chunks.word(slot).resident()
+    }
+
     fn pin(&self, slot: u32, generation: u32) -> Option<Held<'_>> {
-        self.hold(slot, generation).then_some(Held {
+        let held = self.hold(slot, generation).then_some(Held {
             store: self,
             slot,
             generation,
-        })
+        });
+        held.filter(|held| self.chunks.cold(held.slot).labels().provenance != HEAD)
     }
 }
 
@@ -509,3 +514,6 @@ impl Drop for Held<'_> {
         self.store.unhold(self.slot, self.generation);
     }
 }
+
+#[cfg(test)]
+mod tests;
