@@ -454,7 +454,7 @@ impl Resolver for Shared {
     }
 
     fn pin(&self, slot: u32, generation: u32) -> Option<Held<'_>> {
-        let held = self.hold(slot, generation).then_some(Held {
+        let held = self.hold(slot, generation).then(|| Held {
             store: self,
             slot,
             generation,
