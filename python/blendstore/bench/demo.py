@@ -1,13 +1,12 @@
 """``python -m blendstore.bench.demo`` (``make demo``): the main job on a real model, in a few minutes on a laptop.
 
-Multi-document questions over real prose: ten documents, a fact hidden in each, every fact asked for. The documents' KV is
-in the store; every way of answering gets the same prompts, teacher-forced, so that time and quality stand side by side.
+Multi-document questions over real prose: ten documents, a fact hidden in each, every fact asked for. The documents' KV
+is in the store; every way of answering gets the same prompts, teacher-forced: time and quality stand side by side.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -71,7 +70,7 @@ COLUMNS = {
 class Measured:
     """What the demo found: results by way, in the order of the prompts, and one prompt with two answers to show."""
 
-    prompts: list[prompts.Prompt]
+    answered: list[prompts.Prompt]
     results: dict[Way, list[dict[str, Any]]]
     example: tuple[prompts.Prompt, Answer, Answer]
 
@@ -95,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     todo = [question(tokenizer, 1_000 * args.seed + index) for index in range(max(args.prompts, _LEAST_PROMPTS))]
     measured = measure_all(engine, todo, args.time_limit)
     rows = summarise(measured, args.model)
-    tokens = statistics.fmean(len(prompt.ids) for prompt in measured.prompts)
+    tokens = statistics.fmean(len(prompt.ids) for prompt in measured.answered)
     show_example(measured.example, tokenizer.decode)
     report.print_table(
-        f"{args.model} on CPU: {len(measured.prompts)} prompts of {DOCUMENTS} documents, {tokens:,.0f} tokens on average; "
-        "KL, top-1 and share against full prefill",
+        f"{args.model} on CPU: {len(measured.answered)} prompts of {DOCUMENTS} documents, {tokens:,.0f} tokens on "
+        "average; KL, top-1 and share against full prefill",
         rows,
         COLUMNS,
     )
@@ -167,8 +166,8 @@ def answer(engine: Answering[Any], prompt: prompts.Prompt, captured: Any, way: W
 
 def summarise(measured: Measured, model: str) -> list[dict[str, Any]]:
     """One row a way of answering."""
-    boot = Bootstrap(len(measured.prompts))
-    kinds = [prompt.kind for prompt in measured.prompts]
+    boot = Bootstrap(len(measured.answered))
+    kinds = [prompt.kind for prompt in measured.answered]
     reuse = [result["kl"] for result in measured.results[FULL_REUSE]]
     full_ttft = statistics.median(result["ttft_ms"] for result in measured.results[NO_REUSE])
     rows = []

@@ -145,7 +145,8 @@ def _in_process(args: argparse.Namespace) -> list[tuple[Round, list[str]]]:
     )
 
     async def send(prompt: Ids) -> Completion:  # one at a time: the engine is this process
-        return engine.generate(prompt, args.output_len)
+        completion: Completion = engine.generate(prompt, args.output_len)
+        return completion
 
     return asyncio.run(run_rounds(prompts_of(args, tokenizer), send, args.sleep_time_after_warmup))
 

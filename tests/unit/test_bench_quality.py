@@ -1,0 +1,196 @@
+"""The quality benchmark's harness, on an engine whose answers are known."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendstore.bench import demo, inprocess, prompts, quality, report
+from blendstore.bench.answering import Provenance
+from blendstore.bench.results import Results
+from tests.bench_fakes import ByteTokenizer, FakeEngine
+
+ROW_KEYS = {
+    *("model", "selector", "ratio", "provenance", "format", "kl", "kl_share_left", "kl_share_left_ci", "top1"),
+    *("exact_match", "ttft_ms_median", "speedup", "reused", "recomputed", "fresh", "n", "kind_shares", "leak"),
+}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine()
+    monkeypatch.setattr(inprocess, "open_answering", lambda model, *, dtype, device: (fake, ByteTokenizer()))
+    return fake
+
+
+def _arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    quality.add_arguments(parser)
+    return parser.parse_args([*given, "--corpus", "jargon"])
+
+
+def _run(tmp_path: Path, *given: str) -> list[dict[str, Any]]:
+    file = tmp_path / "rows.json"
+    assert quality.run(_arguments("--json", str(file), *given)) == 0
+    content = json.loads(file.read_text())
+    assert set(content) == {"command", "versions", "rows"} and content["versions"]["corpus"] == "jargon"
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
+
+
+def test_rows_have_the_agreed_columns_and_right_values(engine: FakeEngine, tmp_path: Path) -> None:
+    rows = _run(tmp_path, "--prompts", "5", "--selectors", "random,query", "--ratios", "0.1", "--leak-prompts", "0")
+    assert [(row["selector"], row["ratio"]) for row in rows] == [
+        *(("full", None), ("none", 0.0), ("random", 0.1), ("query", 0.1)),
+    ]
+    assert all(set(row) == ROW_KEYS and row["n"] == 5 for row in rows)
+    full, reuse, random, query = rows
+    assert full["kl"] == 0.0 and full["speedup"] == 1.0 and full["ttft_ms_median"] == pytest.approx(400)
+    assert reuse["kl_share_left"] == 1.0 and reuse["kl_share_left_ci"] == [1.0, 1.0] and reuse["recomputed"] == 0
+    assert 0 < query["kl"] < random["kl"] < reuse["kl"]
+    assert query["speedup"] == pytest.approx(0.4 / 0.11) and query["top1"] == 1.0 and query["exact_match"] == 1.0
+    assert set(query["kind_shares"]) == set(prompts.KINDS) and query["leak"] is None
+    lengths = [len(p.ids) for p in prompts.quality_prompts(ByteTokenizer(), 5, corpus_name="jargon")]
+    assert query["reused"] + query["recomputed"] + query["fresh"] == pytest.approx(sum(lengths) / 5)
+
+
+def test_options_reach_the_selector_and_drift_correction_is_the_defaults_alone(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    selectors = "deviation,query,query:drift_correction=false:rows=16:reduce=mean,random"
+    _run(tmp_path, "--prompts", "1", "--selectors", selectors, "--ratios", "0.1", "--leak-prompts", "0")
+    options = {(call[1], tuple(sorted(call[3].items()))) for call in engine.calls if call[0] == "blended"}
+    assert options == {
+        ("none", (("drift_correction", False),)),
+        ("deviation", (("drift_correction", False),)),
+        ("query", (("drift_correction", True),)),
+        ("query", (("drift_correction", False), ("reduce", "mean"), ("rows", 16))),
+        ("random", (("drift_correction", False), ("seed", 0))),
+    }
+
+
+def test_all_methods_see_identical_prompts_and_each_provenance_is_captured_once(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    flags = ("--prompts", "4", "--kinds", "fact,split", "--selectors", "head,query", "--leak-prompts", "0")
+    rows = _run(tmp_path, *flags, "--provenances", "lead_in,bare,in_context_3")
+    assert len(rows) == 2 + 3 * 2 * 3
+    seen: dict[Any, set[Any]] = {}
+    for call in engine.calls:
+        if call[0] == "blended":
+            seen.setdefault((call[4], call[5]), set()).add((call[1], call[2], call[6].name))
+    assert seen == {(k, s): next(iter(seen.values())) for k in ("fact", "split") for s in (0, 1)}
+    captures = [call for call in engine.calls if call[0] == "capture"]
+    assert len(captures) == 3 * (4 + 1)  # and once each to warm up
+    share = {
+        row["provenance"]: row["kl_share_left"] for row in rows if (row["selector"], row["ratio"]) == ("head", 0.1)
+    }
+    assert share["bare"] > share["lead_in"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(engine: FakeEngine, tmp_path: Path) -> None:
+    log = tmp_path / "results.jsonl"
+    flags = ("--selectors", "query", "--ratios", "0.1", "--provenances", "in_context_1", "--leak-prompts", "2")
+    complete = _run(tmp_path, "--prompts", "6", *flags, "--resume", str(log))
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:9]) + lines[9][:25])  # cut off in the middle of a line
+    engine.calls.clear()
+    assert _run(tmp_path, "--prompts", "6", *flags, "--resume", str(log)) == complete
+    blended = [call for call in engine.calls if call[0] == "blended"]
+    assert ("fact", 0) not in {(call[4], call[5]) for call in blended[2:]}  # two warmed up
+    engine.calls.clear()
+    assert _run(tmp_path, "--prompts", "6", *flags, "--resume", str(log)) == complete
+    assert engine.calls == []
+
+
+def test_results_of_another_run_are_refused(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "results.jsonl"
+    flags = ("--prompts", "1", "--selectors", "none", "--leak-prompts", "0", "--resume", str(log))
+    assert quality.run(_arguments(*flags)) == 0
+    assert quality.run(_arguments(*flags, "--model", "other")) == 2
+    assert "belongs to another run" in capsys.readouterr().err
+    log.write_text("not json\n")
+    assert quality.run(_arguments(*flags)) == 2
+
+
+def test_case_b12_leak_is_the_shift_by_the_secret_and_zero_without_a_document_before(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    flags = ("--prompts", "1", "--selectors", "query", "--ratios", "0.1", "--leak-prompts", "4")
+    rows = _run(tmp_path, *flags, "--provenances", "lead_in,in_context_1")
+    leaks = {row["provenance"]: row["leak"] for row in rows if row["selector"] == "query"}
+    assert leaks["lead_in"]["shift_nats"] == 0.0
+    leak = leaks["in_context_1"]
+    assert leak["n"] == 4 and leak["shift_nats"] != 0.0 and leak["said"] == 4 and leak["in_prompt_said"] == 4
+    assert leak["shift_nats_ci"][0] <= leak["shift_nats"] <= leak["shift_nats_ci"][1]
+    captured: list[Provenance] = [call[6] for call in engine.calls if call[0] == "blended" and call[4] == "leak"]
+    assert {len(provenance.before) for provenance in captured} == {1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--selectors", "query:rows"), "name:option=value"),
+        (("--ratios", "0.1,1.5"), "1.5"),
+        (("--ratios", "0"), "selector none"),
+        (("--provenances", "lead_in,naked"), "naked"),
+        (("--kinds", "fact,poem"), "poem"),
+        (("--prompts", "0"), "at least 1"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_model_is_loaded(
+    flags: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quality.run(_arguments(*flags)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_paired_comparison_of_two_methods(engine: FakeEngine) -> None:
+    todo = list(prompts.quality_prompts(ByteTokenizer(), 10, corpus_name="jargon"))
+    methods = quality.methods_of("deviation,query", "0.1", "lead_in")
+    results = Results(None, {})
+    quality.measure_all(engine, todo, [], methods, results)
+    _, deviation, query = methods
+    difference = quality.compare(results, todo, query, deviation)
+    assert difference.low <= difference.value <= difference.high < 0
+
+
+def test_plots_and_strict_json_survive_missing_numbers(tmp_path: Path) -> None:
+    row = {
+        **{"selector": "query", "provenance": "lead_in", "ttft_ms_median": 90.0, "kl_share_left_ci": [0.1, 0.3]},
+        "kl_share_left": 0.2,
+    }
+    rows = [{**row, "ratio": 0.1}, {**row, "ratio": 0.2}, {**row, "ratio": None, "kl_share_left": float("nan")}]
+    report.plot_quality(tmp_path / "a.png", rows, title="t")
+    report.plot_rates(tmp_path / "b.png", rows, title="t")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+    report.write_json(tmp_path / "rows.json", rows)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"][2]["kl_share_left"] is None
+
+
+def test_demo_compares_all_ways_on_the_same_prompts(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"json": tmp_path / "demo.json", "plot": tmp_path / "demo.png"}
+    assert demo.main(["--prompts", "5", *(f"--{name}={path}" for name, path in files.items())]) == 0
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert [(row["method"], row["ratio"]) for row in rows] == [
+        ("no reuse", None),
+        ("prefix cache", None),
+        ("full reuse, nothing recomputed", 0.0),
+        ("blend, K deviation", 0.15),
+        ("blend, default", 0.15),
+        ("blend, default", 0.1),
+    ]
+    assert rows[0]["kl"] == rows[1]["kl"] == 0.0 and rows[2]["kl_share_left"] == 1.0
+    assert rows[5]["speedup"] == pytest.approx(0.4 / 0.11) and rows[5]["ttft_ms_quartiles"] == pytest.approx([110, 110])
+    assert all(row["n"] == 5 for row in rows)
+    drift = {(c[1], c[2]): c[3]["drift_correction"] for c in engine.calls if c[0] == "blended"}
+    assert drift == {("none", 0.0): False, ("deviation", 0.15): False, ("query", 0.15): True, ("query", 0.1): True}
+    printed = capsys.readouterr().out
+    assert "no reuse: " in printed and "✓" in printed and "right: " in printed
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")
