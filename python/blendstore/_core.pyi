@@ -1,7 +1,8 @@
 """Rust core of blendstore: namespaces, the chunk store, leases, reservations and the matcher.
 
 Token arrays are C-contiguous buffers of ``uint32`` (numpy ``uint32``); keys are packed ``bytes`` of 32 bytes each.
-Every call that can take longer than about 5 µs releases the GIL. A miss never raises.
+Buffers are read in place: don't write to them while a call has them. Every call that can take longer than about 5 µs
+releases the GIL. A miss never raises; a wrong value raises ``StoreError``, an object of a wrong kind ``TypeError``.
 """
 
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ class Reservation:
     def bounds(self, index: int) -> tuple[int, int]:
         """(start, stop) token offsets of the chunk within the segment."""
     def buffer(self, index: int) -> RecordBuffer:
-        """Writable view of a wanted chunk's KV payload."""
+        """Writable view of a wanted chunk's KV payload, for writes before ``commit``; afterwards others read the bytes."""
     def set_scores(self, index: int, scores: _Buffer) -> None:
         """``float32[ntokens]`` to keep with the chunk; needs ``with_scores=True``."""
     def commit(self, mask: bytes | None = None) -> int:

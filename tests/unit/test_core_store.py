@@ -1,5 +1,6 @@
 """The store from Python: what is stored, what is found, what is counted, and that other threads run meanwhile."""
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -358,6 +359,16 @@ def test_unbounded_leases_and_the_version() -> None:
     assert blendstore.__version__.count(".") == 2
 
 
+def test_the_package_imports_without_torch() -> None:
+    """The store is useful to processes that have no torch: a router, a cache server, the command line."""
+    program = (
+        "import sys; sys.modules['torch'] = None; import blendstore; "
+        "print(blendstore.Store(capacity_bytes=1 << 20).stats()['chunks'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
 CALLS: dict[str, Callable[[Store], object]] = {
     "content_id": lambda _: NS.content_id(text(1, 64)),
     "chain_keys": lambda _: NS.chain_keys(text(1, 64), chunk_size=CHUNK),
@@ -423,3 +434,43 @@ def test_a_writer_waits_for_room_that_another_thread_frees() -> None:
     writer.join(timeout=25.0)
     assert outcome == [1]
     assert contents(look(store, NS, text(2, CHUNK))) == [b"\2" * FULL]
+
+
+def test_matching_while_chunks_come_and_go() -> None:
+    """The matcher reads chunks that are evicted under it: what it says was true, and it leaves no pins behind."""
+    store = small_store(capacity_bytes=48 << 10, chunk_size=64, reserve_wait_s=0.0)
+    documents = [text(seed, 200) for seed in range(1, 9)]
+    prompt = concatenate(documents)
+    rows = {
+        key: document[64 * index : 64 * (index + 1)]
+        for document in documents
+        for index, key in enumerate(keys_of(NS.chain_keys(document, chunk_size=64)))
+    }
+    stop, wrong, found = threading.Event(), list[str](), [0, 0]
+
+    def match(thread: int) -> None:
+        while not stop.is_set():
+            for hit in store.match(NS, prompt):
+                known = rows[hit.key][hit.row : hit.row + hit.stop - hit.start]
+                found[thread] += 1
+                if known.tolist() != prompt[hit.start : hit.stop].tolist():
+                    wrong.append(repr(hit))
+
+    threads = [threading.Thread(target=match, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(100_000):
+        put(store, NS, documents[turn % 8])
+        if turn % 50 == 0:
+            store.clear(NS)
+        if turn >= 2000 and min(found) > 100:
+            break
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert min(found) > 100
+    assert store.stats()["evicted"] > 0
+    assert idle(store) == IDLE
+    store.clear()
+    assert store.stats()["bytes_used"] == 0

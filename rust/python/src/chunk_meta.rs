@@ -63,7 +63,15 @@ impl ChunkMeta {
     }
 
     fn __repr__(&self) -> String {
-        let Meta { source_position, ntokens, provenance, rank, .. } = self.0;
-        format!("ChunkMeta(source_position={source_position}, ntokens={ntokens}, provenance={provenance}, rank={rank})")
+        let Meta {
+            source_position,
+            ntokens,
+            provenance,
+            rank,
+            ..
+        } = self.0;
+        format!(
+            "ChunkMeta(source_position={source_position}, ntokens={ntokens}, provenance={provenance}, rank={rank})"
+        )
     }
 }

@@ -23,11 +23,19 @@ pub(crate) struct DataType {
 
 impl DataType {
     pub(crate) const fn unsigned(bits: u8) -> Self {
-        Self { code: 1, bits, lanes: 1 }
+        Self {
+            code: 1,
+            bits,
+            lanes: 1,
+        }
     }
 
     pub(crate) const fn float(bits: u8) -> Self {
-        Self { code: 2, bits, lanes: 1 }
+        Self {
+            code: 2,
+            bits,
+            lanes: 1,
+        }
     }
 }
 
@@ -71,7 +79,11 @@ impl Layout for Managed {
     const NAME: &'static CStr = c"dltensor";
 
     fn new(tensor: Tensor, _read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
-        Self { tensor, context: std::ptr::null_mut(), deleter: Some(deleter) }
+        Self {
+            tensor,
+            context: std::ptr::null_mut(),
+            deleter: Some(deleter),
+        }
     }
 
     fn tensor(&mut self) -> &mut Tensor {
@@ -84,7 +96,13 @@ impl Layout for ManagedVersioned {
 
     fn new(tensor: Tensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
         let flags = if read_only { READ_ONLY } else { 0 };
-        Self { version: [1, 0], context: std::ptr::null_mut(), deleter: Some(deleter), flags, tensor }
+        Self {
+            version: [1, 0],
+            context: std::ptr::null_mut(),
+            deleter: Some(deleter),
+            flags,
+            tensor,
+        }
     }
 
     fn tensor(&mut self) -> &mut Tensor {
@@ -113,8 +131,16 @@ pub(crate) struct Vector<O> {
 
 impl<O: Send + Sync + 'static> Vector<O> {
     /// The capsule, `versioned` for consumers of DLPack 1.0 and later.
-    pub(crate) fn into_capsule(self, py: Python<'_>, versioned: bool) -> PyResult<Bound<'_, PyAny>> {
-        if versioned { self.export::<ManagedVersioned>(py) } else { self.export::<Managed>(py) }
+    pub(crate) fn into_capsule(
+        self,
+        py: Python<'_>,
+        versioned: bool,
+    ) -> PyResult<Bound<'_, PyAny>> {
+        if versioned {
+            self.export::<ManagedVersioned>(py)
+        } else {
+            self.export::<Managed>(py)
+        }
     }
 
     fn export<L: Layout>(self, py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
@@ -139,7 +165,8 @@ impl<O: Send + Sync + 'static> Vector<O> {
             let tensor = (*export).managed.tensor();
             tensor.shape = (&raw mut (*export).shape).cast();
             tensor.strides = (&raw mut (*export).strides).cast();
-            let capsule = ffi::PyCapsule_New(export.cast(), L::NAME.as_ptr(), Some(discard::<L, O>));
+            let capsule =
+                ffi::PyCapsule_New(export.cast(), L::NAME.as_ptr(), Some(discard::<L, O>));
             Bound::from_owned_ptr_or_err(py, capsule).inspect_err(|_| drop(Box::from_raw(export)))
         }
     }

@@ -29,6 +29,14 @@ pub(crate) fn raise(error: Error) -> PyErr {
 }
 
 /// The exception for an argument with a value that can't be taken.
-pub(crate) fn refuse(name: &'static str, value: impl Display, accepted: impl Into<String>) -> PyErr {
-    raise(Error::Argument { name, value: value.to_string(), accepted: accepted.into() })
+pub(crate) fn refuse(
+    name: &'static str,
+    value: impl Display,
+    accepted: impl Into<String>,
+) -> PyErr {
+    raise(Error::Argument {
+        name,
+        value: value.to_string(),
+        accepted: accepted.into(),
+    })
 }

@@ -25,6 +25,10 @@ impl Event {
     }
 
     fn __repr__(&self) -> String {
-        format!("Event(kind='{}', sequence={})", self.kind(), self.0.sequence)
+        format!(
+            "Event(kind='{}', sequence={})",
+            self.kind(),
+            self.0.sequence
+        )
     }
 }

@@ -61,7 +61,10 @@ impl<T: Item> Input<T> {
         if !buffer.buf_ptr().cast::<T>().is_aligned() {
             return Err(refuse(name, "a misaligned buffer", T::ACCEPTED));
         }
-        Ok(Self { buffer, item: PhantomData })
+        Ok(Self {
+            buffer,
+            item: PhantomData,
+        })
     }
 
     /// Its items.
@@ -107,7 +110,10 @@ impl Output {
 
 fn get(name: &'static str, object: &Bound<'_, PyAny>, accepted: &str) -> PyResult<PyUntypedBuffer> {
     PyUntypedBuffer::get(object).map_err(|_| {
-        let kind = object.get_type().name().map_or_else(|_| "this".to_owned(), |name| name.to_string());
+        let kind = object
+            .get_type()
+            .name()
+            .map_or_else(|_| "this".to_owned(), |name| name.to_string());
         PyTypeError::new_err(format!("{name}: {kind} is not accepted: {accepted}"))
     })
 }
@@ -118,15 +124,26 @@ pub(crate) fn bounds(object: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, usize)>>
     let (pairs, rest) = input.as_slice().as_chunks();
     if !rest.is_empty() {
         let value = format!("{} numbers", input.as_slice().len());
-        return Err(refuse("bounds", value, "int64[n, 2], pairs of (start, stop)"));
+        return Err(refuse(
+            "bounds",
+            value,
+            "int64[n, 2], pairs of (start, stop)",
+        ));
     }
-    pairs.iter().map(|&[start, stop]| Ok((count("bounds", start)?, count("bounds", stop)?))).collect()
+    pairs
+        .iter()
+        .map(|&[start, stop]| Ok((count("bounds", start)?, count("bounds", stop)?)))
+        .collect()
 }
 
 /// Prompt positions from `int64[n]`.
 pub(crate) fn positions(object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let input = Input::<i64>::new("positions", object)?;
-    input.as_slice().iter().map(|&position| count("positions", position)).collect()
+    input
+        .as_slice()
+        .iter()
+        .map(|&position| count("positions", position))
+        .collect()
 }
 
 /// Packed keys, digests or content ids.
@@ -135,12 +152,22 @@ pub(crate) fn keys<'a>(name: &'static str, packed: &'a [u8]) -> PyResult<&'a [Ke
     if rest.is_empty() {
         return Ok(keys);
     }
-    Err(refuse(name, format!("{} bytes", packed.len()), "packed keys of 32 bytes each"))
+    Err(refuse(
+        name,
+        format!("{} bytes", packed.len()),
+        "packed keys of 32 bytes each",
+    ))
 }
 
 /// One key.
 pub(crate) fn key(name: &'static str, packed: &[u8]) -> PyResult<Key> {
-    packed.try_into().map_err(|_| refuse(name, format!("{} bytes", packed.len()), "one key of 32 bytes"))
+    packed.try_into().map_err(|_| {
+        refuse(
+            name,
+            format!("{} bytes", packed.len()),
+            "one key of 32 bytes",
+        )
+    })
 }
 
 /// A number that is not negative.

@@ -30,7 +30,11 @@ impl Lease {
     }
 
     fn meta(&self, index: i64) -> PyResult<Option<ChunkMeta>> {
-        Ok(self.0.meta(count("index", index)?).map_err(raise)?.map(ChunkMeta))
+        Ok(self
+            .0
+            .meta(count("index", index)?)
+            .map_err(raise)?
+            .map(ChunkMeta))
     }
 
     fn buffer(&self, index: i64) -> PyResult<RecordBuffer> {
@@ -48,10 +52,16 @@ impl Lease {
         Ok(view.map(|view| RecordBuffer::read_only(view, &Items::SCORES)))
     }
 
-    fn read_into(&self, py: Python<'_>, index: i64, destination: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn read_into(
+        &self,
+        py: Python<'_>,
+        index: i64,
+        destination: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let index = count("index", index)?;
         let mut destination = Output::new("destination", destination)?;
-        py.detach(|| self.0.read_into(index, destination.as_mut_slice())).map_err(raise)
+        py.detach(|| self.0.read_into(index, destination.as_mut_slice()))
+            .map_err(raise)
     }
 
     fn release(&self, py: Python<'_>) {
@@ -69,6 +79,10 @@ impl Lease {
 
     fn __repr__(&self) -> String {
         let hits = self.0.hits().iter().filter(|&&hit| hit != 0).count();
-        format!("Lease(keys={}, hits={hits}, nbytes={})", self.0.len(), self.0.nbytes())
+        format!(
+            "Lease(keys={}, hits={hits}, nbytes={})",
+            self.0.len(),
+            self.0.nbytes()
+        )
     }
 }

@@ -21,7 +21,10 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("StoreError", module.py().get_type::<error::StoreError>())?;
-    module.add("LeaseExpired", module.py().get_type::<error::LeaseExpired>())?;
+    module.add(
+        "LeaseExpired",
+        module.py().get_type::<error::LeaseExpired>(),
+    )?;
     module.add_class::<namespace::Namespace>()?;
     module.add_class::<chunk_meta::ChunkMeta>()?;
     module.add_class::<lease::Lease>()?;

@@ -30,6 +30,9 @@ impl Match {
     }
 
     fn __repr__(&self) -> String {
-        format!("Match(start={}, stop={}, row={})", self.0.start, self.0.stop, self.0.row)
+        format!(
+            "Match(start={}, stop={}, row={})",
+            self.0.start, self.0.stop, self.0.row
+        )
     }
 }

@@ -27,7 +27,11 @@ impl Namespace {
         PyBytes::new(py, self.0.digest())
     }
 
-    fn content_id<'py>(&self, py: Python<'py>, tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    fn content_id<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let tokens = Input::new("tokens", tokens)?;
         let id = py.detach(|| self.0.content_id(tokens.as_slice()));
         Ok(PyBytes::new(py, &id))
@@ -45,7 +49,13 @@ impl Namespace {
         let tokens = Input::new("tokens", tokens)?;
         let chunk_size = chunk_tokens(chunk_size)?;
         let parent = match parent {
-            Some(_) if head => return Err(refuse("head", "True", "False with a parent: a chain has one root")),
+            Some(_) if head => {
+                return Err(refuse(
+                    "head",
+                    "True",
+                    "False with a parent: a chain has one root",
+                ));
+            }
             Some(parent) => input::key("parent", parent)?,
             None if head => HEAD_ROOT,
             None => SEGMENT_ROOT,
@@ -66,7 +76,10 @@ impl Namespace {
         let tokens = Input::new("tokens", tokens)?;
         let bounds = input::bounds(bounds)?;
         let chunk_size = chunk_tokens(chunk_size)?;
-        let keys = py.detach(|| self.0.segment_keys(tokens.as_slice(), &bounds, chunk_size, head));
+        let keys = py.detach(|| {
+            self.0
+                .segment_keys(tokens.as_slice(), &bounds, chunk_size, head)
+        });
         Ok(pack(py, &keys.map_err(raise)?))
     }
 

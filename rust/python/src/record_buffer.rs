@@ -22,11 +22,23 @@ pub(crate) struct Items {
 
 impl Items {
     /// KV payload.
-    pub(crate) const BYTES: Self = Self { format: c"B", size: 1, data_type: DataType::unsigned(8) };
+    pub(crate) const BYTES: Self = Self {
+        format: c"B",
+        size: 1,
+        data_type: DataType::unsigned(8),
+    };
     /// Tokens.
-    pub(crate) const TOKENS: Self = Self { format: c"I", size: 4, data_type: DataType::unsigned(32) };
+    pub(crate) const TOKENS: Self = Self {
+        format: c"I",
+        size: 4,
+        data_type: DataType::unsigned(32),
+    };
     /// Per-token scores.
-    pub(crate) const SCORES: Self = Self { format: c"f", size: 4, data_type: DataType::float(32) };
+    pub(crate) const SCORES: Self = Self {
+        format: c"f",
+        size: 4,
+        data_type: DataType::float(32),
+    };
 }
 
 /// Pinned memory.
@@ -96,7 +108,11 @@ impl RecordBuffer {
     ///
     /// # Safety
     /// `view` is null or points to a `Py_buffer` to be filled, as the interpreter's buffer protocol has it.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         if view.is_null() {
             return Err(PyBufferError::new_err("no Py_buffer was given"));
         }
@@ -105,13 +121,23 @@ impl RecordBuffer {
         if read_only && flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
             // SAFETY: not null; a refusal leaves no owner behind.
             unsafe { (*view).obj = std::ptr::null_mut() };
-            return Err(PyBufferError::new_err("a published record is read-only: ask for a read-only buffer, or copy it"));
+            return Err(PyBufferError::new_err(
+                "a published record is read-only: ask for a read-only buffer, or copy it",
+            ));
         }
         let asked = |flag: c_int| flags & flag == flag;
         let some = |wanted: bool, field: &[ffi::Py_ssize_t; 1]| {
-            if wanted { field.as_ptr().cast_mut() } else { std::ptr::null_mut() }
+            if wanted {
+                field.as_ptr().cast_mut()
+            } else {
+                std::ptr::null_mut()
+            }
         };
-        let format = if asked(ffi::PyBUF_FORMAT) { this.items.format.as_ptr().cast_mut() } else { std::ptr::null_mut() };
+        let format = if asked(ffi::PyBUF_FORMAT) {
+            this.items.format.as_ptr().cast_mut()
+        } else {
+            std::ptr::null_mut()
+        };
         let buffer = ffi::Py_buffer {
             buf: this.pinned.start().cast::<c_void>(),
             len: this.pinned.len() as ffi::Py_ssize_t,
@@ -145,10 +171,14 @@ impl RecordBuffer {
             return Err(PyBufferError::new_err("stream must be None for CPU memory"));
         }
         if dl_device.is_some_and(|device| device != dlpack::CPU) {
-            return Err(PyBufferError::new_err("dl_device must be (1, 0): records lie in CPU memory"));
+            return Err(PyBufferError::new_err(
+                "dl_device must be (1, 0): records lie in CPU memory",
+            ));
         }
         if copy == Some(true) {
-            return Err(PyBufferError::new_err("copy=True is not supported: records are exported without a copy"));
+            return Err(PyBufferError::new_err(
+                "copy=True is not supported: records are exported without a copy",
+            ));
         }
         let tensor = dlpack::Vector {
             data: self.pinned.start().cast(),
@@ -165,7 +195,14 @@ impl RecordBuffer {
     }
 
     fn __repr__(&self) -> String {
-        let access = if self.is_read_only() { "read-only" } else { "writable" };
-        format!("RecordBuffer({} items of {} bytes, {access})", self.shape[0], self.items.size)
+        let access = if self.is_read_only() {
+            "read-only"
+        } else {
+            "writable"
+        };
+        format!(
+            "RecordBuffer({} items of {} bytes, {access})",
+            self.shape[0], self.items.size
+        )
     }
 }

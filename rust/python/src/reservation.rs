@@ -42,7 +42,8 @@ impl Reservation {
     fn set_scores(&self, py: Python<'_>, index: i64, scores: &Bound<'_, PyAny>) -> PyResult<()> {
         let index = count("index", index)?;
         let scores = Input::new("scores", scores)?;
-        py.detach(|| self.0.set_scores(index, scores.as_slice())).map_err(raise)
+        py.detach(|| self.0.set_scores(index, scores.as_slice()))
+            .map_err(raise)
     }
 
     #[pyo3(signature = (mask = None))]
@@ -64,7 +65,12 @@ impl Reservation {
     }
 
     fn __repr__(&self) -> String {
-        let wanted = self.0.wanted().iter().filter(|&&wanted| wanted != 0).count();
+        let wanted = self
+            .0
+            .wanted()
+            .iter()
+            .filter(|&&wanted| wanted != 0)
+            .count();
         format!("Reservation(chunks={}, wanted={wanted})", self.0.len())
     }
 }

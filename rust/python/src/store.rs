@@ -40,7 +40,9 @@ impl Store {
             capacity_bytes: count("capacity_bytes", capacity_bytes)?,
             chunk_size: count("chunk_size", chunk_size)?,
             policy: policy.parse().map_err(raise)?,
-            max_chunks: max_chunks.map(|chunks| count("max_chunks", chunks)).transpose()?,
+            max_chunks: max_chunks
+                .map(|chunks| count("max_chunks", chunks))
+                .transpose()?,
             lease_timeout: seconds("lease_timeout_s", lease_timeout_s)?,
             reserve_wait: seconds("reserve_wait_s", reserve_wait_s)?,
             events_capacity: count("events_capacity", events_capacity)?,
@@ -65,11 +67,18 @@ impl Store {
     ) -> PyResult<Lease> {
         let tokens = Input::new("tokens", tokens)?;
         let bounds = input::bounds(bounds)?;
-        let lease = py.detach(|| self.0.lookup_segments(&namespace.0, tokens.as_slice(), &bounds, head));
+        let lease = py.detach(|| {
+            self.0
+                .lookup_segments(&namespace.0, tokens.as_slice(), &bounds, head)
+        });
         lease.map(Lease).map_err(raise)
     }
 
-    fn contains<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    fn contains<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
         let found = py.detach(|| self.0.contains(keys));
@@ -111,11 +120,15 @@ impl Store {
             source_position: count("source_position", source_position)?,
             provenance: byte("provenance", provenance)?,
             rank: byte("rank", rank)?,
-            contexts: contexts.map(|contexts| input::keys("contexts", contexts)).transpose()?,
+            contexts: contexts
+                .map(|contexts| input::keys("contexts", contexts))
+                .transpose()?,
             behind: input::keys("behind", behind)?,
             behind_tokens: count("behind_tokens", behind_tokens)?,
             head,
-            parent: parent.map(|parent| input::key("parent", parent)).transpose()?,
+            parent: parent
+                .map(|parent| input::key("parent", parent))
+                .transpose()?,
             parent_offset: count("parent_offset", parent_offset)?,
             with_scores,
             save_unfull_chunk,
@@ -188,5 +201,6 @@ fn seconds(name: &'static str, value: f64) -> PyResult<Duration> {
     if value == f64::INFINITY {
         return Ok(Duration::MAX);
     }
-    Duration::try_from_secs_f64(value).map_err(|_| refuse(name, value, "seconds, a number that is not negative"))
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| refuse(name, value, "seconds, a number that is not negative"))
 }
