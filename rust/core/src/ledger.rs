@@ -98,10 +98,10 @@ impl Ledger {
     pub(crate) fn place(&mut self, store: &Shared, bytes: usize) -> Option<(u32, Reserved)> {
         self.settle(store);
         loop {
-            if self.free_slot != NIL || (self.used_slots as usize) < store.chunks.len() {
-                if let Some(block) = self.allocator.alloc(bytes) {
-                    return Some(self.take_slot(store, block));
-                }
+            let slot_left =
+                self.free_slot != NIL || (self.used_slots as usize) < store.chunks.len();
+            if slot_left && let Some(block) = self.allocator.alloc(bytes) {
+                return Some(self.take_slot(store, block));
             }
             if !self.evict_one(store) {
                 return None;

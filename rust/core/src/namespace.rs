@@ -238,7 +238,7 @@ fn hash_leaves<'a, const N: usize>(
     lanes: impl Iterator<Item = &'a [u8; N]>,
     hashes: &mut [Key],
 ) {
-    const { assert!(N % BLOCK == 0 && N > 0 && N <= LEAF) };
+    const { assert!(N.is_multiple_of(BLOCK) && N > 0 && N <= LEAF) };
     let mut inputs = [&[0; N]; MAX_SIMD_DEGREE];
     for (input, lane) in inputs.iter_mut().zip(lanes) {
         *input = lane;

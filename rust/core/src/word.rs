@@ -210,7 +210,7 @@ impl Word {
     pub(crate) fn expire(&self, of: u32, overdue: impl Fn() -> bool) -> u32 {
         let taken = self.update(|word| {
             let expirable = generation(word) == of && word & HOLDS == 0 && word & LEASES != 0;
-            (expirable && overdue()).then(|| word & !(STATE | PARKED | PINS) | DOOMED)
+            (expirable && overdue()).then_some(word & !(STATE | PARKED | PINS) | DOOMED)
         });
         taken.map_or(0, |word| ((word & LEASES) / LEASE) as u32)
     }
@@ -292,6 +292,6 @@ impl Complete {
 }
 
 #[cfg(all(test, loom))]
-mod loom;
+mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;

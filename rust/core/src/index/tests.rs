@@ -52,8 +52,7 @@ proptest! {
     fn behaves_like_a_map(steps in prop::collection::vec((0..3u8, 0..40u32), 1..200)) {
         let table = SlotTable::new(40).expect("memory");
         let mut model: HashMap<u32, u32> = HashMap::new();
-        let mut next = 0;
-        for (step, n) in steps {
+        for (next, (step, n)) in (0..).zip(steps) {
             match (step, model.get(&n).copied()) {
                 (0, None) => {
                     prop_assert!(table.insert(&key(n), next));
@@ -69,7 +68,6 @@ proptest! {
                 }
                 _ => {}
             }
-            next += 1;
             for n in 0..40 {
                 prop_assert_eq!(table.find(&key(n), |_| true), model.get(&n).copied());
             }
