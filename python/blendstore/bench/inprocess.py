@@ -1,0 +1,276 @@
+"""The in-process benches' engine: a transformers model whose documents are captured in any provenance, and blended.
+
+Captures go through the real store, but past its capture policy: the quality bench shows what policies are for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from blendstore._core import Lease, Namespace, Store
+from blendstore.blend import BlendRunner, BlendSettings
+from blendstore.blend.drift import DriftSettings
+from blendstore.blend.records import LeaseRecords, write_record
+from blendstore.config import Config
+from blendstore.plan import BlendPlan, Candidate, build_plan
+from blendstore_transformers import Engine
+from blendstore_transformers.engine import as_cache
+from blendstore_transformers.model import TransformersModel
+
+from . import models
+from .answering import Answer, Completion, Ids, Options, Provenance
+
+if TYPE_CHECKING:
+    from .prompts import Prompt, Tokenizer
+
+_CHUNK = 512
+_LEAD_IN = 1
+
+
+@dataclass(slots=True)
+class Captured:
+    """Documents of one prompt in the store; ``bounds`` int64 [segments, 2] in the prompt, ``exact`` leading segments stand
+    where they were captured, the others were captured from position ``source`` on."""
+
+    namespace: Namespace
+    bounds: np.ndarray[Any, np.dtype[np.int64]]
+    exact: int
+    source: int
+    prompt: Prompt
+    scores: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _Scored(LeaseRecords):
+    """Records with the scores of a capture."""
+
+    def __init__(self, records: LeaseRecords, scores: Mapping[int, Tensor]) -> None:
+        self._inner, self._scores = records, scores
+
+    def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
+        return self._inner.layer(chunk, index)
+
+    def scores(self, chunk: int) -> Tensor | None:
+        return self._scores.get(chunk)
+
+
+class TransformersAnswering:
+    """`Answering` over one transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        self._engine, self._model = TransformersModel(model), model
+        self._runner = BlendRunner(self._engine)
+        self._geometry = self._engine.geometry
+        self._store = Store(capacity_bytes=1 << 32, chunk_size=_CHUNK, policy="lru")
+        self._captures = 0
+
+    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Answer:
+        """The engine's own prefill."""
+        begin = self._now()
+        cache = DynamicCache()
+        first = self._forward(cache, prompt_ids, 0, 1)
+        spent = self._now() - begin
+        return self._answer(cache, first, prompt_ids, answer_ids, spent, 0, 0, len(prompt_ids))
+
+    def capture(self, prompt: Prompt, provenance: Provenance) -> Captured:
+        """Prefill every document behind ``provenance.ids``; system prompt and first document as they stand in the prompt."""
+        self._store.clear()
+        self._captures += 1
+        namespace = Namespace([("capture", self._captures.to_bytes(8, "little"))])
+        parts = [prompt.system, *prompt.documents]
+        edges = np.cumsum([0, *map(len, parts)])
+        bounds = np.stack([edges[:-1], edges[1:]], axis=1).astype(np.int64)
+        captured = Captured(namespace, bounds, 2, len(provenance.ids), prompt)
+        cache = DynamicCache()
+        self._forward(cache, [*prompt.system, *prompt.documents[0]], 0, 1)
+        layers = _layers(cache)
+        for part in (0, 1):
+            self._keep(namespace, parts[part], layers, int(bounds[part, 0]), int(bounds[part, 0]))
+        for document, layers in self._behind(provenance.ids, prompt.documents[1:]):
+            self._keep(namespace, document, layers, captured.source, captured.source)
+        return captured
+
+    def prefix_cached(self, prompt: Prompt, captured: Captured) -> Answer:
+        """Exact prefix reuse: system prompt and first document come back, the rest is prefilled."""
+        begin = self._now()
+        tokens = np.asarray(prompt.ids, dtype=np.uint32)
+        with self._store.lookup_segments(
+            captured.namespace, tokens.data, captured.bounds[: captured.exact].data
+        ) as lease:
+            records = self._records(lease)
+            lead = int(captured.bounds[captured.exact - 1, 1])
+            spans = self._candidates(captured, lease, captured.exact)
+            kv = torch.empty(self._shape(lead), dtype=self._geometry.dtype, device=self._geometry.device)
+            for index in range(self._geometry.layers):
+                for span in spans:
+                    k, v = records.layer(span.chunk, index)
+                    kv[index, 0, span.start : span.stop].copy_(k)
+                    kv[index, 1, span.start : span.stop].copy_(v)
+        cache = as_cache(kv)
+        first = self._forward(cache, prompt.ids[lead:], lead, 1)
+        spent = self._now() - begin
+        return self._answer(cache, first, prompt.ids, prompt.answer, spent, lead, 0, len(prompt.ids) - lead)
+
+    def blended(self, prompt: Prompt, captured: Captured, selector: str, ratio: float, options: Options) -> Answer:
+        """System prompt and documents from the store, ``ratio`` of them recomputed."""
+        rest = dict(options)
+        strength, prior = float(rest.pop("drift_strength", 0.5)), float(rest.pop("drift_prior", 8.0))
+        drift = DriftSettings(strength, prior) if rest.pop("drift_correction") else None
+        seed = int(rest.pop("seed", 0))
+        if (selector == "stored" or "stored_power" in rest) and not captured.scores:
+            captured.scores = self._score(captured)
+        settings = BlendSettings(
+            selector,
+            (ratio,),
+            options={k: v for k, v in rest.items() if not isinstance(v, bool)},
+            drift=drift,
+            seed=seed,
+        )
+        begin = self._now()
+        tokens = np.asarray(prompt.ids, dtype=np.uint32)
+        with self._store.lookup_segments(captured.namespace, tokens.data, captured.bounds.data) as lease:
+            plan = self._plan(captured, lease, len(tokens))
+            records = _Scored(self._records(lease), captured.scores)
+            ids = torch.from_numpy(tokens.astype(np.int64)).to(self._geometry.device)
+            result = self._runner.run(ids, plan, records, settings)
+        with torch.inference_mode():
+            first = self._engine.logits(result.state[-1:])
+        cache = as_cache(result.kv)
+        spent = self._now() - begin
+        kept = plan.context - result.recomputed
+        return self._answer(cache, first, prompt.ids, prompt.answer, spent, kept, result.recomputed, plan.fresh)
+
+    def _plan(self, captured: Captured, lease: Lease, ntokens: int) -> BlendPlan:
+        candidates = self._candidates(captured, lease, len(captured.bounds))
+        return build_plan(ntokens, engine_prefix=0, candidates=candidates, min_tokens=1, query_tokens=1)
+
+    def _candidates(self, captured: Captured, lease: Lease, segments: int) -> list[Candidate]:
+        out: list[Candidate] = []
+        for group, (start, stop) in enumerate(captured.bounds[:segments].tolist()):
+            for at in range(start, stop, _CHUNK):
+                end, exact = min(at + _CHUNK, stop), group < captured.exact
+                source = at if exact else captured.source + at - start
+                out.append(Candidate(at, end, len(out), 0, source, exact, group, start))
+        if lease.hits.count(1) != len(out):
+            raise RuntimeError(f"{len(out)} chunks were captured, {lease.hits.count(1)} found: the store is too small")
+        return out
+
+    def _keep(
+        self, namespace: Namespace, ids: Ids, layers: Sequence[tuple[Tensor, Tensor]], offset: int, source: int
+    ) -> None:
+        tokens = np.asarray(ids, dtype=np.uint32)
+        with self._store.reserve(
+            namespace, tokens.data, bytes_per_token=self._geometry.bytes_per_token, source_position=source,
+            provenance=_LEAD_IN, rank=1,
+        ) as room:  # fmt: skip
+            for index, wanted in enumerate(room.wanted):
+                if wanted:
+                    start, stop = room.bounds(index)
+                    write_record(self._geometry, room.buffer(index), layers, offset + start, offset + stop)
+            room.commit()
+
+    def _behind(self, lead: Ids, documents: Sequence[Ids]) -> list[tuple[Ids, list[tuple[Tensor, Tensor]]]]:
+        """(document, layers) with ``document`` at position len(lead) of every layer's K and V."""
+        cache = DynamicCache()
+        if lead:
+            self._forward(cache, lead, 0, 1)
+        base = _layers(cache) if lead else None
+        out = []
+        for document in documents:
+            own = DynamicCache() if base is None else as_cache(
+                torch.stack([torch.stack([k, v]) for k, v in base])
+            )  # fmt: skip
+            self._forward(own, document, len(lead), 1)
+            out.append((document, _layers(own)))
+        return out
+
+    def _score(self, captured: Captured) -> dict[int, Tensor]:
+        """V difference between this capture and one behind another document, relative, mean over layers; by chunk."""
+        prompt = captured.prompt
+        lead = [*prompt.system, *prompt.others[-1]]
+        found: dict[int, Tensor] = {}
+        chunk = sum(-(-int(stop - start) // _CHUNK) for start, stop in captured.bounds[: captured.exact])
+        tokens = np.asarray(prompt.ids, dtype=np.uint32)
+        with self._store.lookup_segments(captured.namespace, tokens.data, captured.bounds.data) as lease:
+            records = self._records(lease)
+            for document, layers in self._behind(lead, prompt.documents[captured.exact - 1 :]):
+                for start in range(0, len(document), _CHUNK):
+                    stop = min(start + _CHUNK, len(document))
+                    total = torch.zeros(stop - start, device=self._geometry.device)
+                    for index in range(1, self._geometry.layers):
+                        cached = records.layer(chunk, index)[1].to(self._geometry.device).float()
+                        other = layers[index][1][len(lead) + start : len(lead) + stop].float()
+                        total += ((other - cached).square().sum((1, 2)) / cached.square().sum((1, 2)).mean()).sqrt()
+                    found[chunk] = total / (self._geometry.layers - 1)
+                    chunk += 1
+        return found
+
+    def _records(self, lease: Lease) -> LeaseRecords:
+        return LeaseRecords(self._geometry, [(lease, at) for at in range(len(lease))])
+
+    def _shape(self, tokens: int) -> tuple[int, ...]:
+        g = self._geometry
+        return (g.layers, 2, tokens, g.kv_heads, g.head_dim)
+
+    @torch.inference_mode()
+    def _forward(self, cache: DynamicCache, ids: Sequence[int], position: int, keep: int) -> Tensor:
+        device = self._geometry.device
+        positions = torch.arange(position, position + len(ids), device=device)
+        out = self._model(
+            input_ids=torch.tensor([list(ids)], device=device), position_ids=positions[None],
+            past_key_values=cache, use_cache=True, logits_to_keep=keep,
+        )  # fmt: skip
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def _answer(
+        self, cache: DynamicCache, first: Tensor, prompt_ids: Sequence[int], answer_ids: Sequence[int], spent: float,
+        reused: int, recomputed: int, fresh: int,
+    ) -> Answer:  # fmt: skip
+        rows = [first]
+        if len(answer_ids) > 1:
+            rows.append(self._forward(cache, answer_ids[:-1], len(prompt_ids), 0))
+        return Answer(torch.cat(rows), spent, reused, recomputed, fresh)
+
+    def _now(self) -> float:
+        if self._geometry.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class TransformersGenerating:
+    """`Generating` over the embedded engine, as a server would use it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> Completion:
+        """Greedy; new documents are kept."""
+        begin = time.perf_counter()
+        done = self._engine.generate(prompt_ids, max_tokens)
+        return Completion(done.report.milliseconds / 1e3, time.perf_counter() - begin, done.text)
+
+
+def open_answering(model: str, *, dtype: str, device: str) -> tuple[TransformersAnswering, Tokenizer]:
+    """The engine and the tokenizer of a model named as for `models.load`."""
+    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
+    return TransformersAnswering(loaded), tokenizer
+
+
+def open_generating(model: str, *, separator: str, dtype: str, device: str) -> tuple[TransformersGenerating, Tokenizer]:
+    """The embedded engine with blending on, documents cut by ``separator``."""
+    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
+    config = Config.load(overrides={"enable_blending": True, "blend_special_str": separator})
+    return TransformersGenerating(Engine(loaded, tokenizer, config)), tokenizer
+
+
+def _layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    entries: list[Any] = list(cache.layers)
+    return [(entry.keys[0].transpose(0, 1), entry.values[0].transpose(0, 1)) for entry in entries]
