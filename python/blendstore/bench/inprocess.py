@@ -37,8 +37,8 @@ _LEAD_IN = 1
 
 @dataclass(slots=True)
 class Captured:
-    """Documents of one prompt in the store; ``bounds`` int64 [segments, 2] in the prompt, ``exact`` leading segments stand
-    where they were captured, the others were captured from position ``source`` on."""
+    """Documents of one prompt in the store: ``bounds`` int64 [segments, 2] in the prompt. The first ``exact`` segments
+    stand where they were captured, the others were captured from position ``source`` on."""
 
     namespace: Namespace
     bounds: np.ndarray[Any, np.dtype[np.int64]]
@@ -80,7 +80,7 @@ class TransformersAnswering:
         return self._answer(cache, first, prompt_ids, answer_ids, spent, 0, 0, len(prompt_ids))
 
     def capture(self, prompt: Prompt, provenance: Provenance) -> Captured:
-        """Prefill every document behind ``provenance.ids``; system prompt and first document as they stand in the prompt."""
+        """Prefill every document behind ``provenance.ids``, but system prompt and first document as they stand here."""
         self._store.clear()
         self._captures += 1
         namespace = Namespace([("capture", self._captures.to_bytes(8, "little"))])
