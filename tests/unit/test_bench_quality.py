@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blendstore.bench import demo, inprocess, prompts, quality, report
 from blendstore.bench.answering import Provenance
@@ -16,6 +18,15 @@ ROW_KEYS = {
     *("model", "selector", "ratio", "provenance", "format", "kl", "kl_share_left", "kl_share_left_ci", "top1"),
     *("exact_match", "ttft_ms_median", "speedup", "reused", "recomputed", "fresh", "n", "kind_shares", "leak"),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

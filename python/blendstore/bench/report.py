@@ -75,7 +75,7 @@ def shown(value: object) -> str:
         if isinstance(value, list | tuple) and len(value) == 2:
             return f"{shown(value[0])} … {shown(value[1])}"
         return str(value)
-    if isinstance(value, int) or abs(value) >= 100:
+    if isinstance(value, int) or value.is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
@@ -132,7 +132,7 @@ def plot_rates(path: Path, rows: Sequence[Row], *, title: str) -> None:
 def label(row: Row) -> str:
     """A row's method in a few words."""
     ratio = row.get("ratio")
-    return str(row.get("method") or row["selector"]) + (f" {ratio:g}" if ratio else "")
+    return str(row.get("method") or row["selector"]) + (f" {ratio:.2f}" if ratio else "")
 
 
 def _axes(title: str) -> tuple[Any, Any]:
@@ -152,16 +152,17 @@ def _label(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
     """Names next to the points, right of each; names that would overlap are spread vertically."""
     if not points:
         return
-    low, high = axes.get_ylim()
+    (low, high), width = axes.get_ylim(), axes.get_xlim()[1]
     gap = (high - low) / 26
-    placed: list[float] = []
+    placed: list[tuple[float, float]] = []
     for name, x, y in sorted(points, key=lambda point: point[2]):
-        at = max(y, placed[-1] + gap) if placed else y
-        placed.append(at)
+        near = [other for left, other in placed if abs(left - x) < 0.3 * width]
+        at = max([y, *(other + gap for other in near)])
+        placed.append((x, at))
         axes.annotate(
             name,
             (x, y),
-            xytext=(x + 0.02 * axes.get_xlim()[1], at),
+            xytext=(x + 0.02 * width, at),
             fontsize=8.5,
             va="center",
             arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
