@@ -4,7 +4,9 @@
 //! (scaling, bytes a chunk) is printed as a line of its own.
 
 use std::hint::black_box;
-use std::sync::Barrier;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use blendstore_core::eviction::PolicyKind;
@@ -59,21 +61,12 @@ fn lookup(c: &mut Criterion) {
         b.iter(|| tokens.chunks(CHUNK).map(contents).collect::<Vec<_>>());
     });
     for (name, documents) in [("small store", 8), ("100k chunks", 800)] {
-        let store = Store::open(Options {
-            capacity_bytes: 1 << 30,
+        let options = Options {
+            capacity_bytes: documents as usize * 128 * 2048,
+            max_chunks: Some(documents as usize * 128),
             ..Options::default()
-        })
-        .expect("a store");
-        let store = if documents > 8 {
-            Store::open(Options {
-                capacity_bytes: 4 << 30,
-                max_chunks: Some(1 << 17),
-                ..Options::default()
-            })
-            .expect("a store")
-        } else {
-            store
         };
+        let store = Store::open(options).expect("a store");
         fill(&store, documents, 128, 1);
         let keys = ns
             .segment_keys(&tokens, &bounds, CHUNK, false)
@@ -81,9 +74,6 @@ fn lookup(c: &mut Criterion) {
         assert_eq!(store.lookup(&keys).hits(), [1; 128]);
         group.bench_function(format!("lookup by key, {name}"), |b| {
             b.iter(|| store.lookup(black_box(&keys)))
-        });
-        group.bench_function(format!("keys and lookup, {name}"), |b| {
-            b.iter(|| store.lookup_segments(&ns, black_box(&tokens), &bounds, false));
         });
         let mut n = 0;
         group.bench_function(
@@ -99,6 +89,29 @@ fn lookup(c: &mut Criterion) {
                 );
             },
         );
+    }
+    // The same prompt as one document and as sixteen: chains of several documents advance side by side.
+    let store = Store::open(Options::default()).expect("a store");
+    fill(&store, 8, 128, 1);
+    let many: Vec<_> = (0..16)
+        .map(|n| (n * 8 * CHUNK, (n + 1) * 8 * CHUNK))
+        .collect();
+    for &(start, stop) in &many {
+        let reservation = store
+            .reserve(&ns, &tokens[start..stop], &Request::default())
+            .expect("a valid request");
+        reservation.commit(None).expect("no mask");
+    }
+    for (name, bounds) in [("1 document", bounds.as_slice()), ("16 documents", &many)] {
+        let hits = store
+            .lookup_segments(&ns, &tokens, bounds, false)
+            .expect("valid bounds")
+            .hits()
+            .to_vec();
+        assert_eq!(hits, [1; 128]);
+        group.bench_function(format!("keys and lookup, {name}"), |b| {
+            b.iter(|| store.lookup_segments(&ns, black_box(&tokens), bounds, false));
+        });
     }
     group.finish();
 }
@@ -175,7 +188,45 @@ fn records(c: &mut Criterion) {
     group.finish();
 }
 
-/// Lookups of different chunks by one and by two threads.
+/// Calls of `work(thread, round)` a second by that many threads together, over half a second.
+fn rate(threads: usize, work: impl Fn(usize, usize) + Sync) -> f64 {
+    let barrier = Barrier::new(threads);
+    let each = |thread: usize| {
+        barrier.wait();
+        let (start, mut rounds) = (Instant::now(), 0);
+        while start.elapsed() < Duration::from_millis(500) {
+            (0..16).for_each(|n| work(thread, rounds + n));
+            rounds += 16;
+        }
+        rounds as f64 / start.elapsed().as_secs_f64()
+    };
+    std::thread::scope(|scope| {
+        let each = &each;
+        let workers: Vec<_> = (0..threads)
+            .map(|thread| scope.spawn(move || each(thread)))
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| worker.join().expect("no panic"))
+            .sum()
+    })
+}
+
+/// How much more two threads do than one: median of seven pairs.
+fn print_scaling(name: &str, work: impl Fn(usize, usize) + Sync) {
+    let mut ratios: Vec<f64> = (0..7)
+        .map(|_| rate(1, &work))
+        .map(|one| rate(2, &work) / one)
+        .collect();
+    ratios.sort_by(f64::total_cmp);
+    println!(
+        "two threads do {:.2} x ({:.2} to {:.2}) of one: {name}",
+        ratios[3], ratios[0], ratios[6]
+    );
+}
+
+/// Readers of different chunks, beside what two threads reach here without sharing anything at all: where the two
+/// processors are threads of one core, that is far below 2.
 fn scaling(_: &mut Criterion) {
     let ns = namespace();
     let store = Store::open(Options {
@@ -190,41 +241,55 @@ fn scaling(_: &mut Criterion) {
                 .expect("valid bounds")
         })
         .collect();
-    let rate = |threads: usize| {
-        let barrier = Barrier::new(threads);
-        let rates: Vec<f64> = std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads)
-                .map(|thread| {
-                    let (store, keys, barrier) = (&store, &keys, &barrier);
-                    scope.spawn(move || {
-                        barrier.wait();
-                        let (start, mut done) = (Instant::now(), 0u64);
-                        while start.elapsed() < Duration::from_millis(500) {
-                            for n in 0..32 {
-                                let lease = store.lookup(&keys[n * 2 + thread]);
-                                done += lease.len() as u64;
-                            }
-                        }
-                        done as f64 / start.elapsed().as_secs_f64()
-                    })
-                })
-                .collect();
-            workers
-                .into_iter()
-                .map(|worker| worker.join().expect("no panic"))
-                .collect()
-        });
-        rates.iter().sum::<f64>() / 1e6
-    };
-    let mut ratios: Vec<(f64, f64, f64)> = (0..5)
-        .map(|_| (rate(1), rate(2)))
-        .map(|(one, two)| (two / one, one, two))
+    print_scaling("lookup and release of 16 chunks", |thread, n| {
+        black_box(store.lookup(&keys[n * 2 % 64 + thread]));
+    });
+    let words: Vec<[AtomicU64; 32]> = (0..64).map(|_| [const { AtomicU64::new(0) }; 32]).collect();
+    print_scaling("compare-and-swaps on lines of one's own", |thread, n| {
+        let word = &words[n * 2 % 64 + thread][16];
+        for _ in 0..64 {
+            let old = word.load(Relaxed);
+            let _ = black_box(word.compare_exchange(old, old + 1, AcqRel, Acquire));
+        }
+    });
+    print_scaling("hashing of one's own 16 KiB", |thread, n| {
+        let bytes = [(thread + n) as u8; 16 << 10];
+        black_box(blake3::hash(&bytes));
+    });
+
+    let store = Store::open(Options {
+        capacity_bytes: 1 << 28,
+        ..Options::default()
+    })
+    .expect("a store");
+    fill(&store, 64, 1, MIB / CHUNK);
+    let keys: Vec<Key> = (0..64)
+        .map(|n| {
+            ns.chain_keys(
+                &document(n, CHUNK),
+                CHUNK,
+                &blendstore_core::key::SEGMENT_ROOT,
+            )[0]
+        })
         .collect();
-    ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (ratio, one, two) = ratios[2];
-    println!(
-        "two readers: {one:.1} M keys/s by one thread, {two:.1} by two: {ratio:.2} x (median of 5)"
-    );
+    let targets: Vec<Mutex<Vec<u8>>> = (0..64).map(|_| Mutex::new(vec![1; MIB])).collect();
+    print_scaling("lookup and read of 1 MiB", |thread, n| {
+        let lease = store.lookup(&keys[n * 2 % 64 + thread..][..1]);
+        lease
+            .read_into(
+                0,
+                &mut targets[n * 2 % 64 + thread].lock().expect("no panic"),
+            )
+            .expect("a hit");
+    });
+    let sources: Vec<Vec<u8>> = (0..64).map(|n| vec![n; MIB]).collect();
+    print_scaling("memcpy of 1 MiB", |thread, n| {
+        let at = n * 2 % 64 + thread;
+        targets[at]
+            .lock()
+            .expect("no panic")
+            .copy_from_slice(&sources[at]);
+    });
 }
 
 /// Bytes of metadata and time of an eviction with few and with a million chunks.
