@@ -62,7 +62,8 @@ class DriftCorrection:
             moved = drift_k[number][None]
             if table is not None:
                 cos, sin = self._turns(table)[1][place]
-                moved = table.rotate(moved.expand(len(span), -1, -1), cos, sin, out=moved.new_empty(len(span), *moved.shape[1:]))
+                room = moved.new_empty(len(span), *moved.shape[1:])
+                moved = table.rotate(moved.expand_as(room), cos, sin, out=room)
             k[span.start : span.stop] += moved.to(k.dtype)
 
     def _mean(self, difference: Tensor) -> Tensor:

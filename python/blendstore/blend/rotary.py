@@ -61,14 +61,14 @@ class RotaryTable:
         ``out`` may not alias ``x``."""
         if out is None:
             out = torch.empty_like(x)
-        first, second = self._halves(x)
-        a, b = first.float(), second.float()
-        out_first, out_second = self._halves(out)
-        out_first.copy_(a * cos - b * sin)
-        out_second.copy_(b * cos + a * sin)
+        work = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        a, b = (half.float() for half in self._halves(x))
+        first, second = self._halves(work)
+        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=second).addcmul_(a, sin)
         if 2 * self.pairs < x.shape[-1]:
-            out[..., 2 * self.pairs :].copy_(x[..., 2 * self.pairs :])
-        return out
+            work[..., 2 * self.pairs :].copy_(x[..., 2 * self.pairs :])
+        return out if work is out else out.copy_(work)
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rotated = x[..., : 2 * self.pairs]

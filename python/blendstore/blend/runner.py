@@ -101,10 +101,14 @@ class _Flow:
         self.positions, self.state = self.positions[rows], self.model.rows(self.state, rows)
         self.attention = RowAttention(self.positions, self._nkeys, self._hidden)
 
-    def step(self, kv: WorkingKV, before: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
-             after: Callable[[Tensor, float, float | None], None] | None = None) -> None:  # fmt: skip
+    def step(
+        self,
+        kv: WorkingKV,
+        before: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+        attention: Callable[..., Tensor] | None = None,
+    ) -> None:
         """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``before(k, v, fresh_k, fresh_v)``
-        runs ahead of the writing, ``after(q, scale, softcap)`` behind it."""
+        runs ahead of the writing; ``attention`` takes the place of `RowAttention.__call__`."""
         index = self.layer
         k, v = kv.ready(index)
         window = self.model.geometry.windows[index]
@@ -114,9 +118,7 @@ class _Flow:
                 before(k, v, fresh_k, fresh_v)
             k[self.positions] = fresh_k
             v[self.positions] = fresh_v
-            if after is not None:
-                after(q, scale, softcap)
-            return self.attention(q, k, v, scale=scale, window=window, softcap=softcap)
+            return (attention or self.attention)(q, k, v, scale=scale, window=window, softcap=softcap)
 
         self.state = self.model.layer(index, self.state, self.positions, attend)
         self.layer += 1
@@ -161,17 +163,14 @@ class _Run:
         flow = _Flow(self._model, self._ids, query, hidden if hidden.shape[0] else None)
         total = torch.zeros(len(self.candidates), device=self._device)
 
-        def score(q: Tensor, scale: float, softcap: float | None) -> None:
-            index = flow.layer
-            if index >= first_layer:
-                k, _ = self._kv.ready(index)
-                window = self._model.geometry.windows[index]
-                weights = flow.attention.weights(q, k, query.shape[0], scale=scale, window=window, softcap=softcap)
-                part = weights.amax(1) if reduce == "max" else weights.mean(1)
-                total.add_(part.mean(0)[self.candidates.positions])
+        def scored(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+            out, weights = flow.attention.weighted(q, k, v, **how)
+            part = weights.amax(1) if reduce == "max" else weights.mean(1)
+            total.add_(part.mean(0)[self.candidates.positions])
+            return out
 
         while flow.layer < self.layers:
-            flow.step(self._kv, after=score)
+            flow.step(self._kv, attention=scored if flow.layer >= first_layer else None)
         return self._model.all_reduce(total / max(1, self.layers - first_layer))
 
     def deviation(self, layer: int) -> Tensor:

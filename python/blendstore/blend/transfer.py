@@ -27,7 +27,8 @@ class RecordSource(Protocol):
 class WorkingKV:
     """K and V of every prompt token, [tokens, kv_heads, dim] a layer, in the engine's dtype on its device.
 
-    Layer i's cached rows are filled on the first ``ready(i)``; with ``layerwise`` the rows of layer i+1 are brought in by a
+    Layer i's cached rows are filled on the first ``ready(i)``, and its fresh rows are zero until they are written: a masked
+    key counts for nothing only while it is finite. With ``layerwise`` the rows of layer i+1 are brought in by a
     thread of its own while layer i computes.
     """
 
@@ -37,6 +38,7 @@ class WorkingKV:
         shape = (geometry.layers, 2, plan.ntokens, geometry.kv_heads, geometry.head_dim)
         self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self._prefix = plan.prefix
+        self._fresh = [slice(s.start, s.stop) for s in plan.spans if s.kind is SpanKind.FRESH]
         self._cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
         self._rotations: dict[int, list[tuple[Span, Tensor, Tensor]]] = {}
         for table in {id(t): t for t in geometry.rotary if t is not None}.values():
@@ -69,6 +71,8 @@ class WorkingKV:
             k, v = self.data[index, 0], self.data[index, 1]
             if self._prefix:
                 k[: self._prefix], v[: self._prefix] = self._model.read_slots(index, self._prefix)
+            for rows in self._fresh:
+                self.data[index, :, rows].zero_()
             table = self._geometry.rotary[index]
             moved = self._rotations[id(table)] if table is not None else []
             turns = {span.start: (cos, sin) for span, cos, sin in moved}
@@ -84,16 +88,14 @@ class WorkingKV:
                     table.rotate(source_k.to(k.device), cos, sin, out=k[span.start : span.stop])
 
 
-def _rotations(
-    table: RotaryTable, spans: Sequence[Span], device: torch.device
-) -> list[tuple[Span, Tensor, Tensor]]:
+def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) -> list[tuple[Span, Tensor, Tensor]]:
     """(span, cos, sin) of every span that stands elsewhere than where it was captured."""
-    out: list[tuple[Span, Tensor, Tensor]] = []
-    for span in spans:
-        if span.source != span.start:
-            n = span.stop - span.start
-            cos, sin = table.between(
-                torch.arange(span.source, span.source + n), torch.arange(span.start, span.start + n)
-            )
-            out.append((span, cos.to(device), sin.to(device)))
-    return out
+    moved = [span for span in spans if span.source != span.start]
+    if not moved:
+        return []
+    source, target = (
+        torch.cat([torch.arange(at, at + len(span)) for span, at in zip(moved, starts, strict=True)])
+        for starts in ([span.source for span in moved], [span.start for span in moved])
+    )
+    cos, sin = (t.to(device).split([len(span) for span in moved]) for t in table.between(source, target))
+    return list(zip(moved, cos, sin, strict=True))
