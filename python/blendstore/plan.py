@@ -6,14 +6,14 @@ out. Only numbers here: no tensors, no store, no engine.
 How conflicts are settled, in this order:
 
 1. Tokens of the engine's own prefix belong to the engine.
-2. *Exact* candidates that continue the prefix without a hole come next, because they cost nothing in quality. At each
-   point the one that reaches furthest is taken, so the exact lead is as long as it can be. An exact candidate behind a
-   hole is only as good as any other and is treated like one.
-3. Every other token belongs to the longest candidate that covers it, then the leftmost, then the smallest in the
-   remaining fields, so that the order of the candidates never matters. What is left of a candidate that lost some of
-   its tokens stays usable: row and source position move along with the cut.
-4. A run is what touches within one document. Reused runs below ``min_tokens`` are computed instead; exact ones are kept
-   at any length, since dropping one would cost everything behind it its exactness.
+2. *Exact* candidates come before all others, wherever they stand: an equal context digest says that the record has
+   what a full prefill of this very prompt computes, whatever the plan does with the tokens before it (separators that
+   are computed, documents that are reused).
+3. Every token belongs to the longest candidate of the better kind that covers it, then the leftmost, then the smallest
+   in the remaining fields, so that the order of the candidates never matters. What is left of a candidate that lost
+   some of its tokens stays usable: row and source position move along with the cut.
+4. A run is what touches within one document. Reused runs below ``min_tokens`` are computed instead; exact tokens are
+   kept at any length, because they cost nothing in quality.
 """
 
 import enum
@@ -86,7 +86,7 @@ class BlendPlan:
     """A partition of ``[0, ntokens)`` into spans, left to right.
 
     Holds by construction (`PlanError` otherwise): every token is in one span; a prefix only at the start; exact spans
-    only behind prefix and exact ones; the last token is fresh.
+    stand where they were captured; the last token is fresh.
     """
 
     ntokens: int
@@ -101,10 +101,13 @@ class BlendPlan:
             raise PlanError(
                 f"the spans do not cover the {self.ntokens} prompt tokens once, in order: {self.spans[:4]}…"
             )
-        prefix, exact = SpanKind.PREFIX.value, SpanKind.EXACT.value
-        lead = int(np.argmax(kinds > exact)) if np.any(kinds > exact) else kinds.size
-        if np.any(kinds[1:] == prefix) or np.any(kinds[lead:] <= exact):
-            raise PlanError(f"prefix and exact spans must come first, in this order: {self.spans[: lead + 2]}…")
+        if np.any(kinds[1:] == SpanKind.PREFIX.value):
+            raise PlanError(
+                f"the engine's prefix must be the first span and the only one of its kind: {self.spans[:4]}…"
+            )
+        moved = next((s for s in self.spans if s.kind is SpanKind.EXACT and s.source != s.start), None)
+        if moved is not None:
+            raise PlanError(f"an exact span must stand where it was captured: {moved}")
         if kinds.size and kinds[-1] != SpanKind.FRESH.value:
             raise PlanError(f"the last prompt token must be computed, but it is {self.spans[-1].kind.name}")
         token_kinds = np.repeat(kinds, stops - starts).astype(np.uint8)
@@ -142,6 +145,12 @@ class BlendPlan:
         return self.tokens(SpanKind.FRESH)
 
     @property
+    def lead(self) -> int:
+        """Leading tokens that need no computing: the prefix, and the exact spans that continue it without a hole."""
+        needed = self.token_kinds > SpanKind.EXACT.value
+        return int(np.argmax(needed)) if np.any(needed) else self.ntokens
+
+    @property
     def context(self) -> int:
         """Exact and reused tokens: what a recompute ratio is a share of."""
         return self.exact + self.reused
@@ -171,31 +180,25 @@ def build_plan(
     if ntokens == 0 and not candidates:
         return BlendPlan(0, ())
 
-    table = _best_first(ntokens, candidates)
-    start, stop, chunk, row, source, group, group_start, _ = table
-    lead, exact_stop = _exact_lead(table, engine_prefix, ntokens - 1)
+    start, stop, chunk, row, source, group, group_start, exact = _best_first(ntokens, candidates)
+    reuse_stop = max(ntokens - max(query_tokens, 1), 0)
+    limit = np.where(exact != 0, ntokens - 1, reuse_stop)
 
     # Each token's owner: paint the candidates worst first, so that the best one that covers a token stays.
     owner = np.full(ntokens, -1, dtype=np.int64)
-    reuse_stop = max(ntokens - max(query_tokens, 1), 0)
-    painted = zip(range(start.size), start.tolist(), np.minimum(stop, reuse_stop).tolist(), strict=True)
+    painted = zip(range(start.size), start.tolist(), np.minimum(stop, limit).tolist(), strict=True)
     for index, begin, end in reversed(list(painted)):
         owner[begin:end] = index
     owner[:engine_prefix] = -1
-    begin = engine_prefix
-    for index in lead:
-        end = min(int(stop[index]), exact_stop)
-        owner[begin:end] = index
-        begin = end
 
     # Pieces: maximal stretches of one owner.
     cuts = np.flatnonzero(np.diff(owner)) + 1
     cuts = np.union1d(np.concatenate(([0], cuts, [ntokens])), [engine_prefix]).astype(np.int64)
     piece_start, piece_stop = cuts[:-1], cuts[1:]
     piece_owner = owner[piece_start]
-    keep = (piece_owner >= 0) & (
-        (piece_stop <= exact_stop) | (_run_lengths(piece_start, piece_stop, piece_owner, group) >= min_tokens)
-    )
+    is_exact = np.append(exact != 0, False)[piece_owner]  # what nobody owns is not exact
+    long_enough = _run_lengths(piece_start, piece_stop, piece_owner, group) >= min_tokens
+    keep = (piece_owner >= 0) & (is_exact | long_enough)
 
     spans: list[Span] = []
     fresh_from = engine_prefix
@@ -203,11 +206,13 @@ def build_plan(
         spans.append(Span(SpanKind.PREFIX, 0, engine_prefix))
     kept, begins, ends = piece_owner[keep], piece_start[keep], piece_stop[keep]
     moved = begins - start[kept]
-    columns = (begins, ends, chunk[kept], row[kept] + moved, source[kept] + moved, group[kept], group_start[kept])
-    for begin, end, *rest in zip(*(column.tolist() for column in columns), strict=True):
+    columns = (
+        exact[kept], begins, ends, chunk[kept], row[kept] + moved, source[kept] + moved, group[kept], group_start[kept]
+    )  # fmt: skip
+    for same, begin, end, *rest in zip(*(column.tolist() for column in columns), strict=True):
         if fresh_from < begin:
             spans.append(Span(SpanKind.FRESH, fresh_from, begin))
-        span = Span(SpanKind.EXACT if end <= exact_stop else SpanKind.REUSED, begin, end, *rest)
+        span = Span(SpanKind.EXACT if same else SpanKind.REUSED, begin, end, *rest)
         if spans and _continues(spans[-1], span):
             previous = spans.pop()
             span = Span(
@@ -236,28 +241,8 @@ def _best_first(ntokens: int, candidates: Sequence[Candidate]) -> Ints:
             f"{candidates[int(np.argmax(wrong))]} does not fit a prompt of {ntokens} tokens: a candidate needs "
             "0 ≤ start < stop ≤ ntokens, chunk, row and source ≥ 0, group_start ≤ start, and source == start if exact"
         )
-    order = np.lexsort((group_start, group, source, row, chunk, -exact, start, start - stop))
+    order = np.lexsort((group_start, group, source, row, chunk, start, start - stop, -exact))
     return np.ascontiguousarray(table[:, order])
-
-
-def _exact_lead(table: Ints, engine_prefix: int, last: int) -> tuple[list[int], int]:
-    """Indices of the exact candidates that continue the prefix without a hole, and the position that they reach."""
-    starts, stops, exact = table[0], table[1], np.flatnonzero(table[7])
-    exact = exact[np.argsort(starts[exact], kind="stable")]
-    lead: list[int] = []
-    reach, best, best_stop = engine_prefix, -1, engine_prefix
-    for index, start, stop in zip(exact.tolist(), starts[exact].tolist(), stops[exact].tolist(), strict=True):
-        if start > reach:
-            if best_stop <= reach or start > best_stop:
-                break
-            lead.append(best)
-            reach = best_stop
-        if stop > best_stop:
-            best, best_stop = index, stop
-    if best_stop > reach:
-        lead.append(best)
-        reach = best_stop
-    return lead, min(reach, last)
 
 
 def _run_lengths(start: Ints, stop: Ints, owner: Ints, group: Ints) -> Ints:

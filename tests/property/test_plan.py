@@ -54,8 +54,6 @@ def test_every_token_is_covered_once_in_causal_order_and_the_engines_are_left_al
     assert plan.spans[-1].kind is SpanKind.FRESH
     assert all(s.start >= engine_prefix for s in plan.spans if s.kind is not SpanKind.PREFIX)
     assert plan.prefix + plan.exact + plan.reused + plan.fresh == ntokens
-    lead = engine_prefix + plan.exact
-    assert plan.positions(SpanKind.PREFIX, SpanKind.EXACT).tolist() == list(range(lead))
     reused = plan.positions(SpanKind.REUSED)
     assert reused.size == 0 or reused[-1] < ntokens - max(query_tokens, 1)
 
@@ -91,6 +89,16 @@ def test_the_order_of_the_candidates_does_not_matter(
     shuffled = list(candidates)
     shuffle.shuffle(shuffled)
     assert built(prompt, min_tokens) == built((ntokens, engine_prefix, shuffled), min_tokens)
+
+
+@given(prompts(), st.integers(0, 40), st.integers(0, 40))
+def test_every_exact_token_is_exact_but_for_the_last_one(
+    prompt: tuple[int, int, list[Candidate]], min_tokens: int, query_tokens: int
+) -> None:
+    """What a full prefill would compute is never given up for something worse."""
+    ntokens, engine_prefix, candidates = prompt
+    offered = {t for c in candidates if c.exact for t in range(c.start, c.stop)} - {*range(engine_prefix), ntokens - 1}
+    assert built(prompt, min_tokens, query_tokens).positions(SpanKind.EXACT).tolist() == sorted(offered)
 
 
 @given(prompts())

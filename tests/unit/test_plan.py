@@ -50,11 +50,34 @@ def test_candidates_within_the_engine_prefix_vanish() -> None:
     ]
 
 
-def test_exact_only_while_nothing_else_stands_before() -> None:
-    chunks = [candidate(s, s + 100, s // 100, exact=True, group=0) for s in (0, 100, 300)]
-    made = plan(500, *chunks)
-    assert shape(made)[0:2] == [(EXACT, 0, 100), (EXACT, 100, 200)]
-    assert shape(made)[2:] == [(FRESH, 200, 300), (REUSED, 300, 400), (FRESH, 400, 500)]
+def test_exact_stays_exact_behind_computed_and_reused_tokens() -> None:
+    """The context digest speaks of the prompt's tokens, not of how the plan gets their KV."""
+    made = plan(
+        500,
+        candidate(0, 100, 0, exact=True),
+        candidate(103, 200, 1, exact=True, group=1),
+        candidate(203, 300, 2, group=2),
+        candidate(300, 400, 3, exact=True, group=3),
+    )
+    assert shape(made) == [
+        (EXACT, 0, 100),
+        (FRESH, 100, 103),
+        (EXACT, 103, 200),
+        (FRESH, 200, 203),
+        (REUSED, 203, 300),
+        (EXACT, 300, 400),
+        (FRESH, 400, 500),
+    ]
+    assert (made.lead, made.exact, made.reused) == (100, 297, 97)
+
+
+def test_lead_is_what_needs_no_computing_before_the_first_hole() -> None:
+    assert plan(10).lead == 0
+    assert plan(100, prefix=40).lead == 40
+    assert plan(100, candidate(40, 60, exact=True), prefix=40).lead == 60
+    assert plan(100, candidate(41, 60, exact=True), prefix=40).lead == 40
+    assert plan(100, candidate(40, 80), prefix=40).lead == 40
+    assert plan(0).lead == 0
 
 
 def test_exact_continues_the_engine_prefix_and_reaches_the_last_token_but_one() -> None:
@@ -64,11 +87,7 @@ def test_exact_continues_the_engine_prefix_and_reaches_the_last_token_but_one() 
     assert made.spans[1].source == 100
 
 
-def test_exact_behind_a_hole_after_the_prefix_is_demoted() -> None:
-    assert shape(plan(300, candidate(101, 200, exact=True), prefix=100))[1:3] == [(FRESH, 100, 101), (REUSED, 101, 200)]
-
-
-def test_exact_lead_wins_over_a_longer_reused_candidate_and_takes_the_furthest_reach() -> None:
+def test_exact_wins_over_longer_reused_candidates_and_among_exact_ones_the_longest() -> None:
     made = plan(
         1000,
         candidate(0, 900, 9, source=5, group=9),
@@ -76,15 +95,16 @@ def test_exact_lead_wins_over_a_longer_reused_candidate_and_takes_the_furthest_r
         candidate(0, 300, 2, exact=True),
         candidate(50, 200, 3, exact=True),
         candidate(290, 400, 4, exact=True),
+        candidate(600, 640, 5, exact=True),
     )
-    assert [(s.kind, s.start, s.stop, s.chunk) for s in made.spans] == [
-        (EXACT, 0, 300, 2),
-        (EXACT, 300, 400, 4),
-        (REUSED, 400, 900, 9),
-        (FRESH, 900, 1000, -1),
+    assert [(s.kind, s.start, s.stop, s.chunk, s.row) for s in made.spans] == [
+        (EXACT, 0, 300, 2, 0),
+        (EXACT, 300, 400, 4, 10),
+        (REUSED, 400, 600, 9, 400),
+        (EXACT, 600, 640, 5, 0),
+        (REUSED, 640, 900, 9, 640),
+        (FRESH, 900, 1000, -1, 0),
     ]
-    assert made.spans[1].row == 10
-    assert made.spans[2].row == 400
 
 
 def test_reused_stays_out_of_the_question() -> None:
@@ -93,11 +113,11 @@ def test_reused_stays_out_of_the_question() -> None:
     assert shape(plan(10, candidate(0, 10), query=16)) == [(FRESH, 0, 10)]
 
 
-def test_exact_demoted_near_the_end_is_cut_like_a_reused_one() -> None:
+def test_exact_behind_a_hole_reaches_into_the_question() -> None:
     assert shape(plan(100, candidate(1, 100, exact=True), query=16)) == [
         (FRESH, 0, 1),
-        (REUSED, 1, 84),
-        (FRESH, 84, 100),
+        (EXACT, 1, 99),
+        (FRESH, 99, 100),
     ]
 
 
@@ -118,9 +138,9 @@ def test_touching_runs_of_different_documents_do_not_help_each_other() -> None:
     assert made.reused == 0
 
 
-def test_short_exact_lead_is_kept_because_everything_behind_depends_on_it() -> None:
-    made = plan(1000, candidate(0, 15, 1, exact=True), candidate(15, 271, 2, exact=True, group=1), min_tokens=32)
-    assert shape(made)[:2] == [(EXACT, 0, 15), (EXACT, 15, 271)]
+def test_exact_tokens_are_kept_at_any_length() -> None:
+    made = plan(1000, candidate(0, 15, 1, exact=True), candidate(400, 405, 2, exact=True, group=1), min_tokens=32)
+    assert [(s.start, s.stop) for s in made.spans if s.kind is EXACT] == [(0, 15), (400, 405)]
 
 
 def test_overlaps_go_to_the_longest_then_the_leftmost_and_the_rest_stays_usable() -> None:
@@ -195,7 +215,7 @@ def test_numbers_out_of_range_are_refused() -> None:
         ((Span(FRESH, 5, 10), Span(FRESH, 0, 5)), "cover"),
         ((Span(FRESH, 0, 0), Span(FRESH, 0, 10)), "cover"),
         ((), "cover"),
-        ((Span(FRESH, 0, 5), Span(EXACT, 5, 9), Span(FRESH, 9, 10)), "first"),
+        ((Span(FRESH, 0, 5), Span(EXACT, 5, 9, 0, 0, 4), Span(FRESH, 9, 10)), "captured"),
         ((Span(EXACT, 0, 5), Span(PREFIX, 5, 9), Span(FRESH, 9, 10)), "first"),
         ((Span(FRESH, 0, 5), Span(REUSED, 5, 10)), "last prompt token"),
     ],
