@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Rows of a block: smaller ones follow the causal triangle more closely, larger ones are fewer calls.
-_BLOCK = 128
+_BLOCK = 64
 # Masks up to this many elements are kept from layer to layer; larger ones are made again, one block at a time.
 _KEPT = 1 << 24
 

@@ -62,7 +62,9 @@ class BlendRunner:
         """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine."""
         if ids.shape != (plan.ntokens,):
             raise ValueError(f"plan of {plan.ntokens} tokens, but ids have shape {tuple(ids.shape)}")
-        kv = WorkingKV(self._model, plan, records, layerwise=settings.layerwise)
+        # On a CPU a loading thread takes the cores that compute: measured slower in benches/bench_blend_cpu.py.
+        apart = settings.layerwise and self._model.geometry.device.type != "cpu"
+        kv = WorkingKV(self._model, plan, records, layerwise=apart)
         try:
             run = _Run(self._model, ids, plan, records, kv)
             selected = run.candidates.positions[:0]
