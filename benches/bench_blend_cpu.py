@@ -1,9 +1,9 @@
 """Time to the first token on a CPU: blending against the engine's own full prefill, paired in one process.
 
-``python benches/bench_blend_cpu.py [--json FILE] [--model smollm2] [--repetitions N] [--profile]``. One prompt of about
-2,100 tokens: system prompt, eight documents that the store knows from other prompts, a question; at most 5 % is new. Every
-repetition measures each way once, one after the other, so that a noisy machine hits all alike; the speed-up is the median
-of the repetitions' own quotients.
+``python benches/bench_blend_cpu.py [--json FILE] [--model smollm2] [--repetitions N] [--profile]``. One prompt of
+about 2,100 tokens: system prompt, eight documents that the store knows from other prompts, a question; at most 5 % is
+new. Every repetition measures each way once, one after the other, so that a noisy machine hits all alike; the
+speed-up is the median of the repetitions' own quotients.
 """
 
 import argparse
@@ -15,14 +15,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from blendstore_transformers import Engine, Prefill
 
 from blendstore import __version__
 from blendstore.bench import models
 from blendstore.bench.documents import documents, prose
 from blendstore.options import RequestOptions
+from blendstore_transformers import Engine, Prefill
 
 SYSTEM = "You are a helpful assistant."
 QUESTION = "Which of the documents says something about the weather, and what does it say about it?"
@@ -59,25 +60,37 @@ def prepared(engine: Engine, count: int, length: int) -> list[int]:
     return [*system, *(token for document in made for token in [*separator, *document]), *separator, *question]
 
 
-def measure(engine: Engine, prompt: list[int], repetitions: int) -> list[dict[str, object]]:
+def measure(engine: Engine, prompt: list[int], repetitions: int) -> list[dict[str, Any]]:
     """One row for each way."""
     first: dict[str, Prefill] = {way.name: engine.prefill(prompt, way.options) for way in WAYS}
     times: dict[str, list[float]] = {way.name: [] for way in WAYS}
     for _ in range(repetitions):
         for way in WAYS:
             times[way.name].append(engine.prefill(prompt, way.options).report.milliseconds)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for way in WAYS:
         spent, report = times[way.name], first[way.name].report
         if report.fallback:
             raise SystemExit(f"{way.name}: the engine computed the prompt itself: {report.fallback}")
         gains = [a / b for a, b in zip(times["no reuse"], spent, strict=True)]
         low, median, high = quartiles(spent)
-        rows.append({
-            "way": way.name, "prompt": report.prompt, "exact": report.exact, "reused": report.reused,
-            "recomputed": report.recomputed, "fresh": report.fresh, "ttft_ms_median": median, "ttft_ms_quartiles": [low, high],
-            "speedup": quartiles(gains)[1], "speedup_quartiles": quartiles(gains)[::2], "repetitions": repetitions, "bar": way.bar,
-        })  # fmt: skip
+        slowest, gain, fastest = quartiles(gains)
+        rows.append(
+            {
+                "way": way.name,
+                "prompt": report.prompt,
+                "exact": report.exact,
+                "reused": report.reused,
+                "recomputed": report.recomputed,
+                "fresh": report.fresh,
+                "ttft_ms_median": median,
+                "ttft_ms_quartiles": [low, high],
+                "speedup": gain,
+                "speedup_quartiles": [slowest, fastest],
+                "bar": way.bar,
+                "repetitions": repetitions,
+            }
+        )
     return rows
 
 
@@ -108,17 +121,23 @@ def main() -> None:
     rows = measure(engine, prompt, args.repetitions)
     print(f"{'way':<16}{'reused':>8}{'again':>7}{'fresh':>7}{'TTFT ms':>10}{'quartiles':>18}{'speed-up':>10}{'bar':>6}")
     for row in rows:
-        low, high = row["ttft_ms_quartiles"]  # type: ignore[misc]
+        low, high = row["ttft_ms_quartiles"]
         print(
             f"{row['way']:<16}{row['reused']:>8}{row['recomputed']:>7}{row['fresh']:>7}{row['ttft_ms_median']:>10.1f}"
-            f"{f'{low:.1f}-{high:.1f}':>18}{row['speedup']:>9.2f}x{row['bar'] or '':>6}"  # type: ignore[has-type]
+            f"{f'{low:.1f}-{high:.1f}':>18}{row['speedup']:>9.2f}x{row['bar'] or '':>6}"
         )
     if args.profile:
         for way in WAYS:
             print(f"\n{way.name}\n{profile(lambda way=way: engine.prefill(prompt, way.options))}")  # type: ignore[misc]
     if args.json:
         versions = {"blendstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        result = {"command": sys.argv, "versions": versions, "threads": torch.get_num_threads(), "model": args.model, "rows": rows}
+        result = {
+            "command": sys.argv,
+            "versions": versions,
+            "threads": torch.get_num_threads(),
+            "model": args.model,
+            "rows": rows,
+        }
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -1,8 +1,9 @@
-"""A small decoder in plain torch for tests of the blend core: random weights, rotary attention, and a dense prefill of its own
-that shares no code with what it checks."""
+"""A small decoder in plain torch for tests of the blend core: random weights, rotary attention, and a dense prefill
+of its own that shares no code with what it checks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,16 +86,22 @@ class FakeEngine:
         make = torch.Generator().manual_seed(self.seed)
 
         def weight(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=make) / shape[-1] ** 0.5
+            drawn: Tensor = torch.randn(*shape, generator=make)
+            return drawn / math.sqrt(shape[-1])
 
         wide = self.heads * self.head_dim
         narrow = self.kv_heads * self.head_dim
         self.embedding = torch.randn(VOCABULARY, self.hidden, generator=make)
         self.weights = [
-            (weight(wide, self.hidden), weight(narrow, self.hidden), weight(narrow, self.hidden), weight(self.hidden, wide),
-             weight(self.hidden, self.hidden))
+            (
+                weight(wide, self.hidden),
+                weight(narrow, self.hidden),
+                weight(narrow, self.hidden),
+                weight(self.hidden, wide),
+                weight(self.hidden, self.hidden),
+            )
             for _ in range(self.layers)
-        ]  # fmt: skip
+        ]
         tables = {id(r): r.table() for r in self.ropes if r is not None}
         self._ropes = [self.ropes[i % len(self.ropes)] for i in range(self.layers)]
         self._windows = [self.windows[i % len(self.windows)] for i in range(self.layers)]

@@ -10,7 +10,14 @@ positions = st.integers(0, 20_000)
 
 
 @settings(max_examples=60, deadline=None)
-@given(positions, positions, positions, st.sampled_from(["half", "interleaved"]), st.sampled_from([0.7, 1.0, 1.4]), st.integers(1, 8))
+@given(
+    positions,
+    positions,
+    positions,
+    st.sampled_from(["half", "interleaved"]),
+    st.sampled_from([0.7, 1.0, 1.4]),
+    st.integers(1, 8),
+)
 def test_moving_in_two_steps_is_moving_once(a: int, b: int, c: int, pairing: str, scaling: float, pairs: int) -> None:
     table = rope(pairs, pairing=pairing, scaling=scaling).table()  # type: ignore[arg-type]
     k = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(a))

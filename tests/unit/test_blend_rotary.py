@@ -12,8 +12,14 @@ from blendstore.blend.rotary import RotaryError, RotaryTable
 from tests.fake_engine import Rope, rope
 
 SOURCE, TARGETS, DIM = 37, (0, 5, 9_000), 64
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 256}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -43,7 +49,9 @@ def moved(table: RotaryTable, k: torch.Tensor, source: torch.Tensor, target: tor
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("parameters", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_case_b05_scaled_frequencies(parameters: dict[str, Any], target: int) -> None:
-    config = LlamaConfig(hidden_size=4 * DIM, num_attention_heads=4, max_position_embeddings=1024, rope_parameters=parameters)
+    config = LlamaConfig(
+        hidden_size=4 * DIM, num_attention_heads=4, max_position_embeddings=1024, rope_parameters=parameters
+    )
     embedding = LlamaRotaryEmbedding(config)
     table = engine_table(embedding)
     assert (table.scaling != 1.0) == (parameters is YARN)
@@ -56,7 +64,9 @@ def test_case_b05_scaled_frequencies(parameters: dict[str, Any], target: int) ->
 @pytest.mark.parametrize("target", TARGETS)
 def test_case_b05_two_bases(target: int) -> None:
     kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(hidden_size=64, num_attention_heads=1, head_dim=DIM, num_hidden_layers=2, layer_types=kinds)
+    config = Gemma3TextConfig(
+        hidden_size=64, num_attention_heads=1, head_dim=DIM, num_hidden_layers=2, layer_types=kinds
+    )
     embedding = Gemma3RotaryEmbedding(config)
     k = torch.randn(11, 1, DIM, generator=torch.Generator().manual_seed(1))
     tables = {kind: engine_table(embedding, kind) for kind in kinds}
@@ -70,7 +80,12 @@ def test_case_b05_two_bases(target: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "turn",
-    [rope(16), rope(32, pairing="interleaved"), rope(16, pairing="interleaved", scaling=1.3), rope(32, 1e6, scaling=0.8)],
+    [
+        rope(16),
+        rope(32, pairing="interleaved"),
+        rope(16, pairing="interleaved", scaling=1.3),
+        rope(32, 1e6, scaling=0.8),
+    ],
     ids=["partial 0.5", "interleaved", "partial interleaved scaled", "scaled"],
 )
 def test_case_b05_partial_and_interleaved(turn: Rope, target: int) -> None:

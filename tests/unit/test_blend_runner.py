@@ -11,7 +11,7 @@ from blendstore.blend.drift import DriftSettings
 from blendstore.plan import BlendPlan, Span, SpanKind
 from tests.fake_engine import FakeEngine, FakeRecords, Scene, dense, rope, scene, worst
 
-ENGINES = {
+ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows and two bases": {"windows": (12, None), "ropes": (rope(8), rope(8, 500.0, "interleaved"))},
     "softcap, partial": {"softcap": 4.0, "ropes": (rope(4),)},
@@ -164,7 +164,8 @@ def test_layerwise_loading_changes_no_bit() -> None:
 
 
 def test_drift_correction_moves_reused_tokens_only() -> None:
-    """Layer 0 is exact after rotation and stays as it is; fresh and recomputed rows are the engine's own at every layer."""
+    """Layer 0 is exact after rotation and stays as it is; fresh and recomputed rows are the engine's own at every
+    layer."""
     engine = FakeEngine()
     made = scene(engine)
     plain, moved = (blend(engine, made, "head", 0.3, drift=d) for d in (None, DriftSettings()))

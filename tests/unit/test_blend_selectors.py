@@ -55,7 +55,9 @@ class HandMade:
 
     def picked(self, name: str, ratio: float, **settings: Any) -> list[int]:
         """Numbers 0..9 of the tokens that the selector chose."""
-        index = make_selector(name, SelectorSettings(ratios=settings.pop("ratios", (ratio,)), **settings)).select(self, ratio)
+        index = make_selector(name, SelectorSettings(ratios=settings.pop("ratios", (ratio,)), **settings)).select(
+            self, ratio
+        )
         return sorted(self._left[index].tolist())
 
 
@@ -146,7 +148,11 @@ def test_stored_without_any_score_takes_first_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nearest", {}, r"selector 'nearest' is unknown: use one of deviation, head, hybrid, none, query, random, stored"),
+        (
+            "nearest",
+            {},
+            r"selector 'nearest' is unknown: use one of deviation, head, hybrid, none, query, random, stored",
+        ),
         ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are first_layer, power, reduce, rows"),
         ("head", {"rows": 3}, r"selector 'head' has no option 'rows': accepted are none"),
         ("query", {"reduce": "median"}, r"option reduce = 'median': use max or mean"),
@@ -193,7 +199,7 @@ def test_others_can_register_selectors() -> None:
 def test_selectors_are_found_as_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("final", f"{__name__}:Last", "blendstore.selectors")
 
-    def entry_points(**wanted: str) -> EntryPoints:
+    def entry_points(**wanted: Any) -> EntryPoints:
         return EntryPoints([point]).select(**wanted)
 
     monkeypatch.setattr(selectors, "entry_points", entry_points)

@@ -1,4 +1,5 @@
-"""Invariant 7: a model that the runner doesn't reproduce, or whose keys don't move by a rotation, is refused by layer."""
+"""Invariant 7: a model that the runner doesn't reproduce, or whose keys don't move by a rotation, is refused by
+layer."""
 
 from typing import Any
 
@@ -27,7 +28,9 @@ class WrongAttention(FakeEngine):
 
 def test_wrong_attention_is_refused_at_the_layer_behind_it() -> None:
     engine = WrongAttention()
-    with pytest.raises(GeometryError, match=r"layer 3: the runner's KV differs from the engine's by \S+ \(limit 0\.0001\)"):
+    with pytest.raises(
+        GeometryError, match=r"layer 3: the runner's KV differs from the engine's by \S+ \(limit 0\.0001\)"
+    ):
         prove_geometry(engine, engine.prefill, vocabulary=VOCABULARY)
 
 

@@ -22,8 +22,8 @@ def filled(engine: FakeEngine, plan: BlendPlan, records: FakeRecords, *, layerwi
 
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_rows_and_offsets(layerwise: bool) -> None:
-    """Layer 0 depends on token and position alone: there, moved rows equal the prompt's own prefill. Rows of a span begin
-    at ``row`` of its record, V is copied bit for bit, fresh rows are zero."""
+    """Layer 0 depends on token and position alone: there, moved rows equal the prompt's own prefill. Rows of a span
+    begin at ``row`` of its record, V is copied bit for bit, fresh rows are zero."""
     engine = FakeEngine(ropes=(rope(8), rope(4, 500.0, "interleaved")))
     made = scene(engine)
     data = filled(engine, made.plan, made.records, layerwise=layerwise)

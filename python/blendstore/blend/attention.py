@@ -1,7 +1,7 @@
 """Attention of rows that carry their own positions: each row sees exactly the keys at positions up to its own.
 
-This is the reference in plain torch, and what a CPU uses. The keys of prompt position p are row p of ``k`` and ``v``, so a
-mask from positions replaces the bottom-right alignment that contiguous attention kernels assume.
+This is the reference in plain torch, and what a CPU uses. The keys of prompt position p are row p of ``k`` and ``v``,
+so a mask from positions replaces the bottom-right alignment that contiguous attention kernels assume.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _KEPT = 1 << 24
 class RowAttention:
     """Attention of rows at ``positions`` [n] (int64, ascending) over keys 0..``nkeys``-1.
 
-    ``hidden_keys`` [h] are positions that no row may see (tokens whose KV isn't there yet); their K and V must be finite.
-    Rows are taken in blocks and a block only reads keys up to its last position, so the work follows the causal triangle.
+    ``hidden_keys`` [h] are positions that no row may see (tokens whose KV isn't there yet); their K and V must be
+    finite. Rows are taken in blocks and a block only reads keys up to its last position, so the work follows the
+    causal triangle.
     """
 
     positions: Tensor
@@ -70,7 +71,8 @@ class RowAttention:
         return _weighted(q, k, v, mask, scale, softcap)
 
     def _mask(self, rows: slice, low: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What to add to the logits of ``rows`` [r] and keys ``low``..``stop``-1: zero, or -inf where a key isn't seen."""
+        """What to add to the logits of ``rows`` [r] and keys ``low``..``stop``-1: zero, or -inf where a key isn't
+        seen."""
         key = (rows.start, rows.stop, low, stop, window, dtype)
         found = self._masks.get(key)
         if found is not None:
@@ -89,10 +91,10 @@ class RowAttention:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     return out[0].transpose(0, 1)
 
@@ -100,7 +102,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
 def _weighted(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output [n, heads, dim] and weights [heads, n, keys]; query heads of a KV head become rows: keys aren't repeated."""
+    """Output [n, heads, dim] and weights [heads, n, keys]; query heads of a KV head become rows: keys aren't
+    repeated."""
     n, heads, dim = q.shape
     kv = k.shape[1]
     rows = (q * scale).view(n, kv, -1, dim).permute(1, 2, 0, 3).reshape(kv, -1, dim)

@@ -2,7 +2,8 @@
 
 In a new context the KV of a document's tokens moves partly together. Layer by layer, the mean difference of fresh and
 cached V, and of fresh and cached K with the rotation taken out, over a document's n recomputed tokens is added to its
-other tokens, shrunk by ``strength * n / (n + prior)``. Measured in docs/benchmarks.md; it helps on top of recomputing only.
+other tokens, shrunk by ``strength * n / (n + prior)``. Measured in docs/benchmarks.md; it helps on top of recomputing
+only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class DriftSettings:
 @dataclass(slots=True)
 class DriftCorrection:
     """The correction of one prompt: ``spans`` are its reused spans, ``selected`` [n] int64 the recomputed positions
-    (ascending), ``groups`` [n] int64 their documents, numbered 0..``documents``-1 as in ``numbers`` (group → number)."""
+    (ascending), ``groups`` [n] int64 their documents, numbered 0..``documents``-1 as in ``numbers`` (group →
+    number)."""
 
     settings: DriftSettings
     spans: Sequence[Span]
@@ -36,7 +38,9 @@ class DriftCorrection:
     groups: Tensor
     numbers: dict[int, int]
     _weights: Tensor = field(init=False)
-    _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(init=False, default_factory=dict)
+    _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         counts = torch.zeros(len(self.numbers), device=self.selected.device)

@@ -16,7 +16,8 @@ class Geometry:
     """Shape of the engine's KV cache on this rank.
 
     ``rotary[i]`` is the table of layer ``i`` (layers may share one), or None where a layer has no rotary embedding.
-    ``windows[i]`` is the sliding window of layer ``i`` in tokens (a query sees itself and ``window - 1`` before it), or None.
+    ``windows[i]`` is the sliding window of layer ``i`` in tokens (a query sees itself and ``window - 1`` before it),
+    or None.
     """
 
     layers: int
@@ -40,7 +41,7 @@ class Attend(Protocol):
     ``q``: [n, heads, dim], ``k`` and ``v``: [n, kv_heads, dim], rotated, for the rows that flow through the layer.
     Returns [n, heads, dim]. ``softcap`` bounds the logits as ``softcap * tanh(x / softcap)`` (Gemma-2)."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /, *, scale: float, softcap: float | None = None) -> Tensor: ...
 
 
 class EngineModel(Protocol):

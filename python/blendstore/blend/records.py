@@ -35,11 +35,13 @@ class LeaseRecords:
 
 def record_view(geometry: Geometry, buffer: RecordBuffer) -> Tensor:
     """``[layers, 2, tokens, kv_heads, dim]`` in the engine's dtype over a record's bytes, without a copy."""
-    flat: Tensor = torch.from_dlpack(buffer)
+    flat: Tensor = torch.utils.dlpack.from_dlpack(buffer)
     return flat.view(geometry.dtype).view(geometry.layers, 2, -1, geometry.kv_heads, geometry.head_dim)
 
 
-def write_record(geometry: Geometry, buffer: RecordBuffer, layers: Sequence[tuple[Tensor, Tensor]], start: int, stop: int) -> None:
+def write_record(
+    geometry: Geometry, buffer: RecordBuffer, layers: Sequence[tuple[Tensor, Tensor]], start: int, stop: int
+) -> None:
     """Copy tokens ``start``..``stop`` of every layer's K and V [tokens, kv_heads, dim] into a reserved record."""
     target = record_view(geometry, buffer)
     for index, (k, v) in enumerate(layers):

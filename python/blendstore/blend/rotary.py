@@ -1,8 +1,8 @@
 """Moves rotated keys to another position.
 
-A key rotated at position p becomes the key at p' by the rotation through p' - p (Su et al., RoFormer, arXiv 2104.09864).
-Cosines and sines come from the engine's own table, looked up at both positions and composed
-(cos(a-b) = cos a cos b + sin a sin b), so its frequency scaling and its rounding are undone exactly as they were applied.
+A key rotated at position p becomes the key at p' by the rotation through p' - p (Su et al., RoFormer, arXiv
+2104.09864). Cosines and sines come from the engine's own table, looked up at both positions and composed (cos(a-b) =
+cos a cos b + sin a sin b), so its frequency scaling and its rounding are undone exactly as they were applied.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RotaryError(ValueError):
 class RotaryTable:
     """Cosines and sines of one rotary geometry.
 
-    ``lookup(positions [n] int64)`` gives the engine's own (cos, sin), each [n, pairs] float32, one value a pair, with any
-    attention scaling still in. ``pairing`` says which dims form a pair: ``half`` is (j, j + dim/2), as NeoX and Llama;
-    ``interleaved`` is (2j, 2j + 1), as GPT-J. Dims from ``2 * pairs`` on are not rotated.
+    ``lookup(positions [n] int64)`` gives the engine's own (cos, sin), each [n, pairs] float32, one value a pair, with
+    any attention scaling still in. ``pairing`` says which dims form a pair: ``half`` is (j, j + dim/2), as NeoX and
+    Llama; ``interleaved`` is (2j, 2j + 1), as GPT-J. Dims from ``2 * pairs`` on are not rotated.
     """
 
     lookup: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -38,7 +38,9 @@ class RotaryTable:
     def __post_init__(self) -> None:
         cos, sin = self.lookup(torch.zeros(1, dtype=torch.int64))
         if cos.shape[-1] != self.pairs or not bool((sin.abs() < 1e-6).all()):
-            raise RotaryError(f"rotary table: expected {self.pairs} pairs with sin(0) = 0, got shape {tuple(cos.shape)}")
+            raise RotaryError(
+                f"rotary table: expected {self.pairs} pairs with sin(0) = 0, got shape {tuple(cos.shape)}"
+            )
         scale = float(cos[0, 0])
         if not bool(torch.allclose(cos, torch.full_like(cos, scale), rtol=1e-5)) or scale <= 0:
             raise RotaryError("rotary table: cos(0) differs between frequencies, so position 0 is not the origin")

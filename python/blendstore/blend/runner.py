@@ -1,5 +1,5 @@
-"""Runs one plan over the engine's layers: cached KV comes in layer by layer, a selector picks tokens, and those, with the
-fresh ones, go through the engine's own modules with position-exact attention.
+"""Runs one plan over the engine's layers: cached KV comes in layer by layer, a selector picks tokens, and those, with
+the fresh ones, go through the engine's own modules with position-exact attention.
 
 Afterwards every layer holds valid K and V for every token of the plan. Nothing here waits for the host inside the loop.
 """
@@ -37,8 +37,9 @@ class BlendSettings:
 
 @dataclass(frozen=True, slots=True)
 class BlendResult:
-    """``kv`` [layers, 2, tokens, kv_heads, dim]; ``positions`` [n] int64 of the rows that were computed and ``state`` theirs
-    at the output of the last layer; ``selected`` [m] int64 positions that were recomputed though they were cached."""
+    """``kv`` [layers, 2, tokens, kv_heads, dim]; ``positions`` [n] int64 of the rows that were computed and ``state``
+    theirs at the output of the last layer; ``selected`` [m] int64 positions that were recomputed though they were
+    cached."""
 
     kv: Tensor
     positions: Tensor
@@ -109,13 +110,15 @@ class _Flow:
         before: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
         attention: Callable[..., Tensor] | None = None,
     ) -> None:
-        """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``before(k, v, fresh_k, fresh_v)``
-        runs ahead of the writing; ``attention`` takes the place of `RowAttention.__call__`."""
+        """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``before(k, v, fresh_k,
+        fresh_v)`` runs ahead of the writing; ``attention`` takes the place of `RowAttention.__call__`."""
         index = self.layer
         k, v = kv.ready(index)
         window = self.model.geometry.windows[index]
 
-        def attend(q: Tensor, fresh_k: Tensor, fresh_v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+        def attend(
+            q: Tensor, fresh_k: Tensor, fresh_v: Tensor, *, scale: float, softcap: float | None = None
+        ) -> Tensor:
             if before is not None:
                 before(k, v, fresh_k, fresh_v)
             k[self.positions] = fresh_k
@@ -143,9 +146,7 @@ class _Flow:
 class _Run:
     """State of one prompt; what selectors see of it is `SelectionRun`."""
 
-    def __init__(
-        self, model: EngineModel, ids: Tensor, plan: BlendPlan, records: RecordSource, kv: WorkingKV
-    ) -> None:
+    def __init__(self, model: EngineModel, ids: Tensor, plan: BlendPlan, records: RecordSource, kv: WorkingKV) -> None:
         self._model, self._ids, self._plan, self._kv = model, ids, plan, kv
         self._device = model.geometry.device
         self._fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(self._device)

@@ -161,8 +161,9 @@ class QuerySelector:
     """Two passes: the question's rows run over the reused KV first, and the tokens that they attend to are recomputed.
 
     Score: mean over heads and layers of the maximum over the question's rows of the softmax attention, divided by
-    ``(1 + distance from the document's start) ** power``: error concentrates at the start of a document. Options: ``rows``
-    (32), ``reduce`` (max), ``power`` (0.25), ``first_layer`` (1)."""
+    ``(1 + distance from the document's start) ** power``: error concentrates at the start of a document. Options:
+    ``rows`` (32), ``reduce`` (max), ``power`` (0.25), ``first_layer`` (1), ``stored_power`` (0): exponent of the
+    score kept with the record, where there is one."""
 
     def __init__(self, settings: SelectorSettings) -> None:
         options = settings.options
@@ -173,6 +174,7 @@ class QuerySelector:
         self._reduce: Reduce = "max" if reduce == "max" else "mean"
         self._power = float(options.get("power", 0.25))
         self._first_layer = int(options.get("first_layer", 1))
+        self._stored_power = float(options.get("stored_power", 0.0))
         if self._rows < 1:
             raise SelectorError(f"selector option rows = {self._rows}: use 1 or more")
 
@@ -182,6 +184,9 @@ class QuerySelector:
             return torch.arange(count, device=run.candidates.positions.device)
         scores = run.attention(rows=self._rows, reduce=self._reduce, first_layer=self._first_layer)
         scores = scores / (1.0 + run.candidates.distance.float()) ** self._power
+        stored = run.candidates.stored
+        if self._stored_power and stored is not None:
+            scores = scores * torch.where(stored.isnan(), stored.nanmean(), stored) ** self._stored_power
         return top(scores, count)
 
 
@@ -203,7 +208,7 @@ class StoredSelector:
 
 Factory = Callable[[SelectorSettings], Selector]
 
-_OPTIONS: dict[str, frozenset[str]] = {"query": frozenset({"rows", "reduce", "power", "first_layer"})}
+_OPTIONS: dict[str, frozenset[str]] = {"query": frozenset({"rows", "reduce", "power", "first_layer", "stored_power"})}
 _REGISTRY: dict[str, Factory] = {
     "none": lambda settings: NoSelector(),
     "random": RandomSelector,

@@ -17,7 +17,8 @@ from .model import EngineModel
 from .runner import BlendRunner, BlendSettings
 
 Prefill = Callable[[Tensor, int], Sequence[tuple[Tensor, Tensor]]]
-"""``prefill(ids [n], offset)``: the engine's own K and V [n, kv_heads, dim] of each layer, token i at position offset + i."""
+"""``prefill(ids [n], offset)``: the engine's own K and V [n, kv_heads, dim] of each layer, token i at position offset
++ i."""
 
 _SHIFT = 37
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -61,7 +62,9 @@ def prove_geometry(model: EngineModel, prefill: Prefill, *, vocabulary: int, tok
         error = max(_relative(ran[index, 0], k), _relative(ran[index, 1], v))
         runner_error = max(runner_error, error)
         if not error <= limit:
-            raise GeometryError(f"layer {index}: the runner's KV differs from the engine's by {error:.2g} (limit {limit:.2g})")
+            raise GeometryError(
+                f"layer {index}: the runner's KV differs from the engine's by {error:.2g} (limit {limit:.2g})"
+            )
         table = geometry.rotary[index]
         moved = shifted[index][0]
         if table is not None:

@@ -27,9 +27,9 @@ class RecordSource(Protocol):
 class WorkingKV:
     """K and V of every prompt token, [tokens, kv_heads, dim] a layer, in the engine's dtype on its device.
 
-    Layer i's cached rows are filled on the first ``ready(i)``, and its fresh rows are zero until they are written: a masked
-    key counts for nothing only while it is finite. With ``layerwise`` the rows of layer i+1 are brought in by a
-    thread of its own while layer i computes.
+    Layer i's cached rows are filled on the first ``ready(i)``, and its fresh rows are zero until they are written: a
+    masked key counts for nothing only while it is finite. With ``layerwise`` the rows of layer i+1 are brought in by
+    a thread of its own while layer i computes.
     """
 
     def __init__(self, model: EngineModel, plan: BlendPlan, records: RecordSource, *, layerwise: bool) -> None:
@@ -97,5 +97,5 @@ def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) 
         torch.cat([torch.arange(at, at + len(span)) for span, at in zip(moved, starts, strict=True)])
         for starts in ([span.source for span in moved], [span.start for span in moved])
     )
-    cos, sin = (t.to(device).split([len(span) for span in moved]) for t in table.between(source, target))
+    cos, sin = (torch.split(t.to(device), [len(span) for span in moved]) for t in table.between(source, target))
     return list(zip(moved, cos, sin, strict=True))
