@@ -109,6 +109,10 @@ class Config:
         "in_context", one_of({s: s for s in ("in_context", "isolated")}), "which computed documents are stored"
     )
 
+    system_segments: int = _key(
+        1, whole(0), "leading parts of a prompt that are no documents; 0 when prompts begin with a document"
+    )
+
     # Not built yet
     save_decode_cache: bool = _key(False, switch(), "store generated tokens", built=False)
     local_disk: Path | None = _key(None, _DIRECTORY, "directory of the disk tier", built=False)  # noqa: RUF009

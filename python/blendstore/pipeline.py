@@ -1,13 +1,15 @@
 """What every adapter does around the engine: cut the prompt, look its documents up, plan, and later keep new documents.
 
-Only token ids and numbers here. The adapter copies bytes between `Prepare` and `Capture`, and may publish a capture later,
-when its copies have finished.
+Only token ids and numbers here. The adapter copies bytes between `prepare` and `capture`, and may publish a capture
+later, when its copies have finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,9 @@ from ._core import ChunkMeta, Lease, Match, Namespace, Reservation, Store
 from .config import Config
 from .options import RequestOptions
 from .plan import BlendPlan, Candidate, SpanKind, build_plan
-from .segments import Segmentation, SeparatorSegmenter, WholePromptSegmenter
+from .segments import Segment, Segmentation, SeparatorSegmenter, WholePromptSegmenter
+
+__all__ = ["BLENDED", "HEAD", "IN_CONTEXT", "LEAD_IN", "Capture", "Pipeline", "Prepared", "Writable", "rank"]
 
 HEAD, LEAD_IN, IN_CONTEXT, BLENDED = range(4)
 _KEY = 32
@@ -24,10 +28,13 @@ _NOWHERE = bytes(_KEY)
 Tokens = NDArray[np.uint32]
 
 
-def rank(provenance: int) -> int:
-    """Which record of the same tokens stays: a capture in exact context beats a lead-in one, and both beat one that was
-    computed behind reused KV (measured in docs/benchmarks.md)."""
-    return {HEAD: 0, BLENDED: 1, LEAD_IN: 2, IN_CONTEXT: 3}[provenance]
+def rank(provenance: int, capture: str = "in_context") -> int:
+    """Which record of the same tokens stays: the one of higher rank, the older of equals.
+
+    A capture in exact context beats a lead-in one, and both beat one that was computed behind reused KV (measured in
+    docs/benchmarks.md). Where ``capture`` is ``isolated`` a lead-in capture beats everything."""
+    order = {"in_context": (HEAD, BLENDED, LEAD_IN, IN_CONTEXT), "isolated": (HEAD, BLENDED, IN_CONTEXT, LEAD_IN)}
+    return order[capture].index(provenance)
 
 
 @dataclass(slots=True)
@@ -41,6 +48,15 @@ class Prepared:
     where: list[tuple[Lease, int]]
     leases: list[Lease]
     prefix_exact: bool
+    """Nothing that the engine held was reused KV."""
+
+    @property
+    def clean(self) -> int:
+        """Tokens before this position have the KV of a full prefill, whether computed, held or exact."""
+        if self.plan.prefix and not self.prefix_exact:
+            return 0
+        reused = np.flatnonzero(self.plan.token_kinds == SpanKind.REUSED.value)
+        return int(reused[0]) if reused.size else self.plan.ntokens
 
     def release(self) -> None:
         """Give the pins back."""
@@ -88,6 +104,15 @@ class Capture:
             reservation.abort()
 
 
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Prompt tokens [start, stop), stored as one chain; ``provenance`` is theirs while nothing before is reused."""
+
+    start: int
+    stop: int
+    provenance: int
+
+
 class Pipeline:
     """The path from token ids to a plan, and from computed KV back to the store."""
 
@@ -100,8 +125,8 @@ class Pipeline:
         bytes_per_token: int,
         separators: SeparatorSegmenter | None = None,
     ) -> None:
-        """``namespace(salt)`` gives a tenant's namespace. Without ``separators`` prompts are whole, and documents within
-        them are found by the matcher."""
+        """``namespace(salt)`` gives a tenant's namespace. Without ``separators`` prompts are whole, and documents
+        within them are found by the matcher."""
         self._store, self._config, self._make_namespace = store, config, namespace
         self._bytes_per_token, self._separators = bytes_per_token, separators
         self._namespaces: dict[str, Namespace] = {}
@@ -117,7 +142,7 @@ class Pipeline:
         """The prompt's segments: by separator where it has some, else the whole prompt."""
         if self._separators is not None and self._config.enable_blending:
             found = self._separators.segment(tokens)
-            if len(found.segments) > 1 or (found.lead and found.segments):
+            if found.separators and found.segments:
                 return found
         return WholePromptSegmenter().segment(tokens)
 
@@ -130,164 +155,205 @@ class Pipeline:
         prefix_exact: bool = True,
         blend: bool = True,
     ) -> Prepared:
-        """Look up and plan. ``engine_prefix`` tokens are held by the engine; ``prefix_exact`` says that none of them was
-        blended. With ``blend`` off only exact records count."""
+        """Look up and plan. The engine holds ``engine_prefix`` tokens; ``prefix_exact`` says that none of them was
+        blended. With ``blend`` off only exact records that continue the prefix without a hole are used."""
         namespace, segmentation = self.namespace(options), self.segment(tokens)
-        prepared = Prepared(tokens, namespace, segmentation, build_plan(
-            len(tokens), engine_prefix=engine_prefix, candidates=[], min_tokens=1), [], [], prefix_exact)  # fmt: skip
+        least = self._config.blend_min_tokens
+        plan = build_plan(len(tokens), engine_prefix=engine_prefix, candidates=[], min_tokens=least)
+        prepared = Prepared(tokens, namespace, segmentation, plan, [], [], prefix_exact)
         if not options.reuse or not len(tokens):
             return prepared
         blend = blend and self._config.enable_blending
-        bounds = segmentation.bounds
-        lease = self._store.lookup_segments(namespace, tokens, bounds, head=True)
-        prepared.leases.append(lease)
-        found = [
-            (lease, at, meta, start, 0, group)
-            for at, (start, group) in enumerate(_chunk_starts(bounds, self._config.chunk_size))
-            if (meta := lease.meta(at)) is not None
-        ]
-        if blend and len(found) < len(lease) and self._config.segmenter in ("auto", "matcher"):
-            matches = self._store.match(namespace, tokens, min_tokens=self._config.blend_min_tokens)
-            if matches:
-                second = self._store.lookup(b"".join(m.key for m in matches))
-                prepared.leases.append(second)
-                found += [
-                    (second, at, meta, match.start, match.row, len(bounds) + group)
-                    for at, (match, group) in enumerate(zip(matches, _runs(matches), strict=True))
-                    if (meta := second.meta(at)) is not None
-                ]
-                lengths = {len(lease) + at: m.stop - m.start for at, m in enumerate(matches)}
-            else:
-                lengths = {}
-        else:
-            lengths = {}
-        exact = self._exact(namespace, tokens, [(meta, start, row) for _, _, meta, start, row, _ in found])
-        candidates: list[Candidate] = []
-        starts: dict[int, int] = {}
-        for (source, at, meta, start, row, group), same in zip(found, exact, strict=True):
-            number = len(prepared.where)
-            prepared.where.append((source, at))
-            length = meta.ntokens if source is lease else lengths[len(lease) + at]
-            begin = starts.setdefault(group, start)
-            if group < len(bounds):
-                begin = int(bounds[group, 0])
-            if same or (blend and meta.provenance != HEAD):
-                candidates.append(
-                    Candidate(start, start + length, number, row, meta.source_position + row, same, group, begin)
-                )
-        prepared.plan = build_plan(
-            len(tokens),
-            engine_prefix=engine_prefix,
-            candidates=candidates if blend else [c for c in candidates if c.exact],
-            min_tokens=self._config.blend_min_tokens,
-        )
+        try:
+            found = self._look_up(prepared, matching=blend and self._config.segmenter in ("auto", "matcher"))
+            candidates = [c for c, provenance in found if c.exact or (blend and self._reusable(provenance))]
+            if not blend:
+                candidates = _leading(candidates, engine_prefix)
+            prepared.plan = build_plan(
+                len(tokens), engine_prefix=engine_prefix, candidates=candidates, min_tokens=least
+            )
+        except BaseException:
+            prepared.release()
+            raise
         return prepared
 
-    def capture(self, prepared: Prepared, *, system_segments: int = 1) -> Capture:
+    def _look_up(self, prepared: Prepared, *, matching: bool) -> list[tuple[Candidate, int]]:
+        """(candidate, provenance) of each record of the prompt's segments and, with ``matching``, of other places."""
+        bounds = prepared.segmentation.bounds
+        lease = self._store.lookup_segments(prepared.namespace, prepared.tokens, bounds, head=True)
+        prepared.leases.append(lease)
+        hits: list[_Hit] = []
+        for at, (start, group) in enumerate(_chunk_starts(bounds, self._config.chunk_size)):
+            meta = lease.meta(at)
+            if meta is not None:
+                hits.append(_Hit(lease, at, meta, start, meta.ntokens, 0, group, int(bounds[group, 0])))
+        if matching and len(hits) < len(lease):
+            matches = self._store.match(prepared.namespace, prepared.tokens, min_tokens=self._config.blend_min_tokens)
+            lease = self._store.lookup(b"".join(match.key for match in matches))
+            prepared.leases.append(lease)
+            for at, (match, (run, begin)) in enumerate(zip(matches, _runs(matches), strict=True)):
+                meta = lease.meta(at)
+                if meta is not None:
+                    length = match.stop - match.start
+                    hits.append(_Hit(lease, at, meta, match.start, length, match.row, len(bounds) + run, begin))
+        prepared.where = [(hit.lease, hit.index) for hit in hits]
+        exact = _exact(prepared.namespace, prepared.tokens, hits)
+        return [(hit.candidate(chunk, exact[chunk]), hit.meta.provenance) for chunk, hit in enumerate(hits)]
+
+    def _reusable(self, provenance: int) -> bool:
+        """Whether such records may be reused behind another context."""
+        return provenance == LEAD_IN or (provenance in (IN_CONTEXT, BLENDED) and self._config.capture == "in_context")
+
+    def capture(self, prepared: Prepared) -> Capture:
         """Reserve room for what this prompt computed and the store lacks.
 
-        ``system_segments`` leading segments are the system prompt: a document behind them alone is a lead-in capture."""
+        A prompt cut by separators is stored segment by segment. A whole prompt is one chain from its first token to its
+        first reused one, and each later run of new tokens is a document of its own."""
         out = Capture()
-        kinds = prepared.plan.token_kinds
-        clean = _clean_until(prepared)
-        documents: list[bytes] = []
-        segments = prepared.segmentation.segments
-        whole = len(segments) == 1 and segments[0].start == 0
-        for number, segment in enumerate(segments):
-            spans = [(segment.start, segment.stop)]
-            if whole and clean < segment.stop:
-                spans = [(0, clean), *_fresh_runs(kinds, clean, self._config.blend_min_tokens)]
-            for start, stop in spans:
-                if stop - start < (1 if start == 0 else self._config.blend_min_tokens):
-                    continue
-                provenance = self._provenance(prepared, number, start, start < clean, system_segments, whole)
-                if provenance is None:
-                    continue
-                self._reserve(out, prepared, start, stop, provenance, documents, kinds)
-            if number >= system_segments or segment.start:
-                part = prepared.tokens[segment.start : min(segment.stop, segment.start + self._config.chunk_size)]
-                documents.append(prepared.namespace.content_id(part))
+        try:
+            before = self._documents(prepared)
+            for chain in self._chains(prepared):
+                self._reserve(out, prepared, chain, b"".join(key for start, key in before if start < chain.start))
+        except BaseException:
+            out.abort()
+            raise
         return out
 
-    def _provenance(
-        self, prepared: Prepared, number: int, start: int, clean: bool, system_segments: int, whole: bool
-    ) -> int | None:
-        isolated = self._config.capture == "isolated"
-        if start == 0:
-            # The chain from position 0 is plain prefix caching. Its first chunk is bare; the later ones stand behind it.
-            return HEAD if isolated or not whole or not self._config.enable_blending else IN_CONTEXT
-        if not clean:
-            return None if isolated else BLENDED
-        lead = prepared.segmentation.lead
-        if not whole and number <= (system_segments if prepared.segmentation.segments[0].start == 0 or lead else 0):
-            behind_documents = number - (1 if number and system_segments else 0)
-            if behind_documents == 0:
-                return LEAD_IN
-        return None if isolated else IN_CONTEXT
+    def _chains(self, prepared: Prepared) -> Iterator[_Chain]:
+        least = self._config.blend_min_tokens
+        if _is_whole(prepared.segmentation):
+            if prepared.clean:
+                yield _Chain(0, prepared.clean, IN_CONTEXT)
+            for start, stop in _fresh_runs(prepared.plan.token_kinds, prepared.clean, least):
+                yield _Chain(start, stop, BLENDED)
+            return
+        documents = 0
+        for segment, system in self._parts(prepared.segmentation):
+            if segment.start == 0 or len(segment) >= least:
+                yield _Chain(segment.start, segment.stop, IN_CONTEXT if documents else LEAD_IN)
+            documents += not system
 
-    def _reserve(
-        self,
-        out: Capture,
-        prepared: Prepared,
-        start: int,
-        stop: int,
-        provenance: int,
-        documents: list[bytes],
-        kinds: NDArray[np.uint8],
-    ) -> None:
-        size = self._config.chunk_size
-        starts = np.arange(start, stop, size, dtype=np.int64)
-        contexts = None
-        if provenance != BLENDED:
-            contexts = prepared.namespace.context_digests(prepared.tokens.data, starts.data)
-        # A head chain's first chunk has nothing before it; only the chunks behind it may be reused elsewhere.
-        parts = [(start, stop, provenance, contexts)]
-        if start == 0 and provenance == IN_CONTEXT:
-            parts = [(0, min(size, stop), HEAD, None if contexts is None else contexts[:_KEY])]
-            if stop > size and contexts is not None:
-                parts.append((size, stop, IN_CONTEXT, contexts[_KEY:]))
+    def _parts(self, segmentation: Segmentation) -> Iterator[tuple[Segment, bool]]:
+        """Segments, and whether each is one of the leading parts that are no documents. A part may be empty."""
+        ends = [stop for _, stop in segmentation.separators]
+        for segment in segmentation.segments:
+            yield segment, bisect_right(ends, segment.start) < self._config.system_segments
+
+    def _documents(self, prepared: Prepared) -> list[tuple[int, bytes]]:
+        """(position, content id of its first chunk) of the prompt's documents, as far as they are known."""
+        tokens, size = prepared.tokens, self._config.chunk_size
+        if _is_whole(prepared.segmentation):
+            groups = {span.group: span for span in reversed(prepared.plan.spans) if span.kind is SpanKind.REUSED}
+            parts = [(span.start, span.stop) for span in groups.values()]
+            parts += [(chain.start, min(chain.stop, chain.start + size)) for chain in self._chains(prepared)]
+        else:
+            parts = [
+                (segment.start, min(segment.stop, segment.start + size))
+                for segment, system in self._parts(prepared.segmentation)
+                if not system
+            ]
+        return [(a, prepared.namespace.content_id(np.ascontiguousarray(tokens[a:b]))) for a, b in sorted(parts)]
+
+    def _provenance(self, chain: _Chain, start: int, stop: int, clean: int) -> int | None:
+        """Provenance of chunk [start, stop) of ``chain``, or None when it must not be stored."""
+        isolated = self._config.capture == "isolated"
+        if stop > clean:
+            return None if isolated or not self._config.enable_blending else BLENDED
+        if start == 0 or not self._config.enable_blending:
+            return HEAD
+        if isolated and chain.provenance == IN_CONTEXT:
+            # A chain from position 0 is plain prefix caching: who finds it has sent every token before it.
+            return HEAD if chain.start == 0 else None
+        return chain.provenance
+
+    def _reserve(self, out: Capture, prepared: Prepared, chain: _Chain, behind: bytes) -> None:
+        size, clean = self._config.chunk_size, prepared.clean
+        # Reused rows may have been corrected and belong to another context: they are never stored again.
+        stale = prepared.plan.token_kinds == SpanKind.REUSED.value
+        if not prepared.prefix_exact:
+            stale = stale | (prepared.plan.token_kinds == SpanKind.PREFIX.value)
+        chunks = [(start, min(start + size, chain.stop)) for start in range(chain.start, chain.stop, size)]
         parent: bytes | None = None
-        for first, last, kind, digests in parts:
+        for kind, group in groupby(chunks, key=lambda chunk: self._provenance(chain, chunk[0], chunk[1], clean)):
+            if kind is None:  # and so are those behind it
+                break
+            part = list(group)
+            starts, first, last = [start for start, _ in part], part[0][0], part[-1][1]
+            contexts = None
+            if kind != BLENDED:
+                contexts = prepared.namespace.context_digests(prepared.tokens, np.array(starts, dtype=np.int64))
             reservation = self._store.reserve(
                 prepared.namespace,
-                np.ascontiguousarray(prepared.tokens[first:last]).data,
+                np.ascontiguousarray(prepared.tokens[first:last]),
                 bytes_per_token=self._bytes_per_token,
                 source_position=first,
                 provenance=kind,
-                rank=rank(kind),
-                contexts=digests,
-                behind=b"".join(documents),
+                rank=rank(kind, self._config.capture),
+                contexts=contexts,
+                behind=behind,
                 behind_tokens=first,
-                head=start == 0,
+                head=chain.start == 0,
                 parent=parent,
-                parent_offset=first - start,
+                parent_offset=first - chain.start,
                 save_unfull_chunk=self._config.save_unfull_chunk,
             )
-            if len(reservation):
-                parent = reservation.keys[-_KEY:]
-            mask = bytearray(reservation.wanted)
-            for index in range(len(reservation)):
-                a, b = reservation.bounds(index)
-                # Reused rows may be corrected or come from elsewhere: they are never stored again.
-                if np.any(kinds[first + a : first + b] == SpanKind.REUSED.value):
-                    mask[index] = 0
+            mask = bytes(
+                wanted and not stale[start:stop].any()
+                for wanted, (start, stop) in zip(reservation.wanted, part, strict=False)
+            )
             if any(mask):
-                out.reservations.append((reservation, bytes(mask), first))
+                out.reservations.append((reservation, mask, first))
             else:
                 reservation.abort()
+            parent = reservation.keys[-_KEY:] or None
 
-    @staticmethod
-    def _exact(namespace: Namespace, tokens: Tokens, found: list[tuple[ChunkMeta, int, int]]) -> list[bool]:
-        """Whether each (record, prompt position, row) stands where it was captured, behind the same tokens."""
-        same = [
-            row == 0 and meta.source_position == start and meta.context != _NOWHERE for meta, start, row in found
-        ]
-        places = sorted({start for (_, start, _), yes in zip(found, same, strict=True) if yes})
-        if not places:
-            return same
-        digests = namespace.context_digests(tokens.data, np.array(places, dtype=np.int64).data)
-        at = {place: digests[i * _KEY : (i + 1) * _KEY] for i, place in enumerate(places)}
-        return [yes and at[start] == meta.context for (meta, start, _), yes in zip(found, same, strict=True)]
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """Prompt tokens [start, start + length) are rows [row, row + length) of a leased record."""
+
+    lease: Lease
+    index: int
+    meta: ChunkMeta
+    start: int
+    length: int
+    row: int
+    group: int
+    group_start: int
+
+    @property
+    def unmoved(self) -> bool:
+        """The record's first row stands where it was captured, in a context that is known."""
+        return self.row == 0 and self.meta.source_position == self.start and self.meta.context != _NOWHERE
+
+    def candidate(self, chunk: int, exact: bool) -> Candidate:
+        source = self.meta.source_position + self.row
+        stop = self.start + self.length
+        return Candidate(self.start, stop, chunk, self.row, source, exact, self.group, self.group_start)
+
+
+def _exact(namespace: Namespace, tokens: Tokens, hits: Sequence[_Hit]) -> list[bool]:
+    """Whether each hit stands where it was captured, behind the same tokens."""
+    places = sorted({hit.start for hit in hits if hit.unmoved})
+    digests = namespace.context_digests(tokens, np.array(places, dtype=np.int64)) if places else b""
+    at = {place: digests[i * _KEY : (i + 1) * _KEY] for i, place in enumerate(places)}
+    return [hit.unmoved and at[hit.start] == hit.meta.context for hit in hits]
+
+
+def _leading(exact: Iterable[Candidate], reach: int) -> list[Candidate]:
+    """Those that continue the first ``reach`` tokens without a hole."""
+    out: list[Candidate] = []
+    for candidate in sorted(exact, key=lambda c: c.start):
+        if candidate.start > reach:
+            break
+        out.append(candidate)
+        reach = max(reach, candidate.stop)
+    return out
+
+
+def _is_whole(segmentation: Segmentation) -> bool:
+    """The prompt is one segment from its first token on: nothing is known about the documents in it."""
+    return len(segmentation.segments) == 1 and segmentation.segments[0].start == 0 and not segmentation.separators
 
 
 def _chunk_starts(bounds: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
@@ -296,26 +362,18 @@ def _chunk_starts(bounds: NDArray[np.int64], size: int) -> Iterator[tuple[int, i
             yield at, group
 
 
-def _runs(matches: list[Match]) -> Iterator[int]:
-    """Numbers matches so that those that touch share a number: they are one document."""
-    group, reach = -1, -1
+def _runs(matches: Sequence[Match]) -> Iterator[tuple[int, int]]:
+    """(number, start) of each match's run: matches that touch are one document."""
+    run, reach, begin = -1, -1, 0
     for match in matches:
         if match.start != reach:
-            group += 1
+            run, begin = run + 1, match.start
         reach = match.stop
-        yield group
-
-
-def _clean_until(prepared: Prepared) -> int:
-    """First position whose KV is not what a full prefill computes: that of the first reused token."""
-    if prepared.plan.prefix and not prepared.prefix_exact:
-        return 0
-    reused = np.flatnonzero(prepared.plan.token_kinds == SpanKind.REUSED.value)
-    return int(reused[0]) if reused.size else len(prepared.tokens)
+        yield run, begin
 
 
 def _fresh_runs(kinds: NDArray[np.uint8], begin: int, least: int) -> list[tuple[int, int]]:
     """Runs of at least ``least`` fresh tokens from ``begin`` on."""
     fresh = np.concatenate(([False], kinds[begin:] == SpanKind.FRESH.value, [False]))
     edges = np.flatnonzero(np.diff(fresh.astype(np.int8))) + begin
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= least]
+    return [(a, b) for a, b in edges.reshape(-1, 2).tolist() if b - a >= least]
