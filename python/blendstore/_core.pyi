@@ -38,7 +38,7 @@ class LeaseExpired(StoreError):
 
 @final
 class Namespace:
-    """Identity of interchangeable KV bytes: length-framed fields keyed by the tenant salt (immutable, hashable)."""
+    """Identity of interchangeable KV bytes: length-framed fields keyed by the tenant salt (immutable)."""
 
     def __new__(cls, fields: Sequence[tuple[str, bytes]], *, salt: bytes = b"") -> Namespace: ...
     @property

@@ -23,7 +23,7 @@ from blendstore.config import Config
 from blendstore.plan import BlendPlan, Candidate, build_plan
 from blendstore_transformers import Engine
 from blendstore_transformers.engine import as_cache
-from blendstore_transformers.model import TransformersModel
+from blendstore_transformers.model import TransformersModel, layers_of
 
 from . import models
 from .answering import Answer, Completion, Ids, Options, Provenance
@@ -90,7 +90,7 @@ class TransformersAnswering:
         captured = Captured(namespace, bounds, 2, len(provenance.ids), prompt)
         cache = DynamicCache()
         self._forward(cache, [*prompt.system, *prompt.documents[0]], 0, 1)
-        layers = _layers(cache)
+        layers = layers_of(cache)
         for part in (0, 1):
             self._keep(namespace, parts[part], layers, int(bounds[part, 0]), int(bounds[part, 0]))
         for document, layers in self._behind(provenance.ids, prompt.documents[1:]):
@@ -181,14 +181,14 @@ class TransformersAnswering:
         cache = DynamicCache()
         if lead:
             self._forward(cache, lead, 0, 1)
-        base = _layers(cache) if lead else None
+        base = layers_of(cache) if lead else None
         out = []
         for document in documents:
             own = DynamicCache() if base is None else as_cache(
                 torch.stack([torch.stack([k, v]) for k, v in base])
             )  # fmt: skip
             self._forward(own, document, len(lead), 1)
-            out.append((document, _layers(own)))
+            out.append((document, layers_of(own)))
         return out
 
     def _score(self, captured: Captured) -> dict[int, Tensor]:
@@ -269,8 +269,3 @@ def open_generating(model: str, *, separator: str, dtype: str, device: str) -> t
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     config = Config.load(overrides={"enable_blending": True, "blend_special_str": separator})
     return TransformersGenerating(Engine(loaded, tokenizer, config)), tokenizer
-
-
-def _layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    entries: list[Any] = list(cache.layers)
-    return [(entry.keys[0].transpose(0, 1), entry.values[0].transpose(0, 1)) for entry in entries]

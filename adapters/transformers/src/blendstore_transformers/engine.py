@@ -29,7 +29,7 @@ from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter, derive_separator_ids
 
-from .model import TransformersModel, UnsupportedModel
+from .model import TransformersModel, UnsupportedModel, layers_of
 from .weights import identity
 
 log = logging.getLogger("blendstore.transformers")
@@ -75,8 +75,8 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, config: Config = BLENDING, *, store: Store | None = None
     ) -> None:
-        """``tokenizer`` is needed for separators and for text. Where blending can't be proved for this model it is refused
-        with a warning that says why, and plain caching stays on: see `refusal`."""
+        """``tokenizer`` is needed for separators and for text. Where blending can't be proved for this model it is
+        refused with a warning that says why, and plain caching stays on: see `refusal`."""
         self.config, self.tokenizer, self.counters = config, tokenizer, Counter[str]()
         self._engine = TransformersModel(model)
         self._runner = BlendRunner(self._engine)
@@ -105,9 +105,12 @@ class Engine:
         log.info("blendstore: %s", self.describe())
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, config: Config = BLENDING, *, dtype: str = "float32", device: str = "cpu") -> Engine:
+    def from_pretrained(
+        cls, path: str | Path, config: Config = BLENDING, *, dtype: str = "float32", device: str = "cpu"
+    ) -> Engine:
         """Load a local model folder and its tokenizer."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = model.to(device).eval()
         return cls(model, AutoTokenizer.from_pretrained(path), config)
 
     def describe(self) -> str:
@@ -128,7 +131,12 @@ class Engine:
             ids += (separator if number else []) + self.tokenizer.encode(part, add_special_tokens=False)
         return ids
 
-    def generate(self, prompt: str | Sequence[str] | Sequence[int], max_new_tokens: int = 64, options: RequestOptions | None = None) -> Generation:
+    def generate(
+        self,
+        prompt: str | Sequence[str] | Sequence[int],
+        max_new_tokens: int = 64,
+        options: RequestOptions | None = None,
+    ) -> Generation:
         """Greedy continuation of a text, of parts, or of token ids; stops at the end-of-text token."""
         if isinstance(prompt, str):
             ids = list(self.tokenizer.encode(prompt))
@@ -151,19 +159,26 @@ class Engine:
         return Generation(out, text, prefill.report)
 
     @torch.inference_mode()
-    def extend(self, cache: DynamicCache, ids: Sequence[int], position: int) -> Tensor:
-        """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; logits [n, vocabulary] float32."""
+    def extend(self, cache: DynamicCache, ids: Sequence[int], position: int, *, keep: int = 1) -> Tensor:
+        """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; float32 logits [keep, vocabulary] of
+        the last ``keep`` tokens (0: all)."""
         device = self._engine.geometry.device
         positions = torch.arange(position, position + len(ids), device=device)
         out = self._engine.model(
-            input_ids=torch.tensor([list(ids)], device=device), position_ids=positions[None], past_key_values=cache, use_cache=True
+            input_ids=torch.tensor([list(ids)], device=device),
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
         )
         logits: Tensor = out.logits[0].float()
         return logits
 
-    def prefill(self, ids: Sequence[int], options: RequestOptions | None = None, *, held: DynamicCache | None = None) -> Prefill:
-        """KV and last logits of a prompt, and new documents kept. ``held`` is KV that the engine has for its first tokens;
-        it isn't changed. An error in store or blend costs speed only: the engine computes the tokens itself."""
+    def prefill(
+        self, ids: Sequence[int], options: RequestOptions | None = None, *, held: DynamicCache | None = None
+    ) -> Prefill:
+        """KV and last logits of a prompt, and new documents kept. ``held`` is KV that the engine has for its first
+        tokens; it isn't changed. An error in store or blend costs speed only: the engine computes the tokens itself."""
         options = options or RequestOptions()
         begin = time.perf_counter()
         tokens = np.asarray(ids, dtype=np.uint32)
@@ -184,7 +199,11 @@ class Engine:
             if options.store:
                 self._capture(prepared, out.cache)
         self.counters.update(
-            prompts=1, exact=out.report.exact, reused=out.report.reused, recomputed=out.report.recomputed, fresh=out.report.fresh
+            prompts=1,
+            exact=out.report.exact,
+            reused=out.report.reused,
+            recomputed=out.report.recomputed,
+            fresh=out.report.fresh,
         )
         r = out.report
         log.info(
@@ -194,11 +213,17 @@ class Engine:
         return out
 
     def _run(
-        self, tokens: np.ndarray[Any, np.dtype[np.uint32]], prepared: Prepared, options: RequestOptions, held: DynamicCache | None, begin: float
+        self,
+        tokens: np.ndarray[Any, np.dtype[np.uint32]],
+        prepared: Prepared,
+        options: RequestOptions,
+        held: DynamicCache | None,
+        begin: float,
     ) -> Prefill:
         plan = prepared.plan
         records = LeaseRecords(self._engine.geometry, prepared.where)
-        if plan.reused:
+        # The engine's own forward takes one prefix; whatever is cached behind a hole goes through the runner.
+        if plan.prefix + plan.exact + plan.reused > plan.lead and not self.refusal:
             self._engine.hold(held)
             ids = torch.from_numpy(tokens.astype(np.int64)).to(self._engine.geometry.device)
             result = self._runner.run(ids, plan, records, self.settings(options))
@@ -206,7 +231,7 @@ class Engine:
                 logits = self._engine.logits(result.state[-1:])[0]
             cache, recomputed = as_cache(result.kv), result.recomputed
         else:
-            lead = plan.prefix + plan.exact
+            lead = plan.lead
             cache, recomputed = self._restored(prepared, records, held), 0
             logits = self.extend(cache, tokens[lead:].tolist(), lead)[-1]
         spent = (time.perf_counter() - begin) * 1e3
@@ -230,12 +255,14 @@ class Engine:
     def _restored(self, prepared: Prepared, records: LeaseRecords, held: DynamicCache | None) -> DynamicCache:
         """Engine-held and exact KV as a cache of its own."""
         geometry, plan = self._engine.geometry, prepared.plan
-        exact = [s for s in plan.spans if s.kind is SpanKind.EXACT]
+        exact = [s for s in plan.spans if s.kind is SpanKind.EXACT and s.stop <= plan.lead]
         if held is None and not exact:
             return DynamicCache()
         self._engine.hold(held)
-        stop = plan.prefix + plan.exact
-        kv = torch.empty(geometry.layers, 2, stop, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype, device=geometry.device)
+        stop = plan.lead
+        kv = torch.empty(
+            geometry.layers, 2, stop, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype, device=geometry.device
+        )
         for index in range(geometry.layers):
             if plan.prefix:
                 kv[index, 0, : plan.prefix], kv[index, 1, : plan.prefix] = self._engine.read_slots(index, plan.prefix)
@@ -250,9 +277,11 @@ class Engine:
         capture = None
         try:
             capture = self.pipeline.capture(prepared)
-            layers = [(e.keys[0].transpose(0, 1), e.values[0].transpose(0, 1)) for e in cache.layers]
+            layers = layers_of(cache)
             for chunk in capture.chunks():
-                write_record(self._engine.geometry, chunk.reservation.buffer(chunk.index), layers, chunk.start, chunk.stop)
+                write_record(
+                    self._engine.geometry, chunk.reservation.buffer(chunk.index), layers, chunk.start, chunk.stop
+                )
             self.counters["stored"] += capture.commit()
         except Exception as error:
             if capture is not None:
@@ -272,15 +301,17 @@ class Engine:
             self._engine.prove_logits()
             return "", prove_geometry(self._engine, self._engine.prefill, vocabulary=self._engine.vocabulary)
         except (GeometryError, UnsupportedModel) as error:
-            log.warning("blending is refused for %s, plain caching stays on: %s", type(self._engine.model).__name__, error)
+            name = type(self._engine.model).__name__
+            log.warning("blending is refused for %s, plain caching stays on: %s", name, error)
             return str(error), None
 
 
 def as_cache(kv: Tensor) -> DynamicCache:
     """``kv`` [layers, 2, tokens, kv_heads, dim] as the engine's cache, without a copy."""
+    make: Any = DynamicLayer
     cache = DynamicCache()
     for k, v in kv:
-        layer = DynamicLayer()
+        layer: Any = make()
         keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values

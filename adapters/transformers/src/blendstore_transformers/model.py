@@ -76,7 +76,8 @@ class TransformersModel:
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
-        return int(self.model.get_input_embeddings().num_embeddings)
+        embedding: Any = self.model.get_input_embeddings()
+        return int(embedding.num_embeddings)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states [n, hidden] at the input of layer 0 for ids [n]."""
@@ -106,7 +107,8 @@ class TransformersModel:
 
     def logits(self, state: Tensor) -> Tensor:
         """Float32 logits [n, vocabulary] of states [n, hidden] at the output of the last layer."""
-        out: Tensor = self.model.get_output_embeddings()(self._decoder.norm(state)).float()
+        model: Any = self.model
+        out: Tensor = model.get_output_embeddings()(self._decoder.norm(state)).float()
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         scale = getattr(self.model.config, "logit_scale", None)
         out = out if scale is None else out * scale
@@ -139,8 +141,8 @@ class TransformersModel:
         """K and V [count, kv_heads, dim] of the held prefix."""
         if self._held is None:
             raise RuntimeError("the plan has an engine prefix but the engine holds none")
-        entry = self._held.layers[index]
-        return entry.keys[0, :, :count].transpose(0, 1), entry.values[0, :, :count].transpose(0, 1)
+        k, v = layers_of(self._held)[index]
+        return k[:count], v[:count]
 
     def all_reduce(self, scores: Tensor) -> Tensor:
         """One rank: the scores as they are."""
@@ -159,7 +161,7 @@ class TransformersModel:
         positions = torch.arange(offset, offset + ids.shape[0], device=ids.device)
         with torch.inference_mode():
             self._decoder(input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
-        return [(e.keys[0].transpose(0, 1), e.values[0].transpose(0, 1)) for e in cache.layers]
+        return layers_of(cache)
 
     @torch.inference_mode()
     def _probe(self) -> list[_Seen]:
@@ -179,12 +181,19 @@ class TransformersModel:
             self._decoder(input_ids=ids, use_cache=False)
         if len(seen) != len(self._layers):
             raise UnsupportedModel(
-                f"{len(seen)} of its {len(self._layers)} layers call the registered attention (recurrent or hybrid model?)"
+                f"{len(seen)} of its {len(self._layers)} layers call the registered attention: recurrent or hybrid?"
             )
         return seen
 
 
-def _decoder(model: PreTrainedModel) -> Any:
+def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """K and V [tokens, kv_heads, dim] of every layer of a cache of one sequence, without a copy."""
+    entries: list[Any] = list(cache.layers)
+    return [(entry.keys[0].transpose(0, 1), entry.values[0].transpose(0, 1)) for entry in entries]
+
+
+def _decoder(loaded: PreTrainedModel) -> Any:
+    model: Any = loaded
     decoder = model.get_decoder()
     for name in ("layers", "embed_tokens", "rotary_emb", "norm"):
         if not hasattr(decoder, name):
@@ -198,9 +207,10 @@ def _refuse_moving_rotary(model: PreTrainedModel) -> None:
     for entry in entries:
         kind = entry.get("rope_type", "default")
         if kind in _MOVING_ROTARY:
-            raise UnsupportedModel(f"its rotary embedding is {kind!r}: {_MOVING_ROTARY[kind]}, so cached keys can't be moved")
+            reason = _MOVING_ROTARY[kind]
+            raise UnsupportedModel(f"its rotary embedding is {kind!r}: {reason}, so cached keys can't be moved")
         if "mrope_section" in entry:
-            raise UnsupportedModel("its rotary embedding has several axes (mrope_section), so cached keys can't be moved")
+            raise UnsupportedModel("its rotary embedding has several axes (mrope_section): cached keys can't be moved")
 
 
 def _rotary_tables(model: TransformersModel, head_dim: int) -> tuple[RotaryTable | None, ...]:
@@ -228,9 +238,11 @@ def _table(model: TransformersModel, index: int, head_dim: int) -> RotaryTable:
 
     cos, sin = raw(torch.arange(3, 12))
     width = cos.shape[-1]
+    pairing: Pairing
     layouts: list[tuple[Pairing, Callable[[Tensor], Tensor], int]] = []
     if width % 2 == 0 and torch.equal(cos[:, : width // 2], cos[:, width // 2 :]):
-        layouts += [("half", lambda t: t[:, : width // 2], width // 2), ("interleaved", lambda t: t[:, : width // 2], width // 2)]
+        pairings: tuple[Pairing, ...] = ("half", "interleaved")
+        layouts += [(pairing, lambda t: t[:, : width // 2], width // 2) for pairing in pairings]
     if width % 2 == 0 and torch.equal(cos[:, 0::2], cos[:, 1::2]):
         layouts.append(("interleaved", lambda t: t[:, 0::2], width // 2))
     if 2 * width <= head_dim:
@@ -248,7 +260,8 @@ def _table(model: TransformersModel, index: int, head_dim: int) -> RotaryTable:
             if error < 1e-2:
                 return table
             errors.append(f"{pairing} over {2 * pairs} dims: {error:.2g}")
-    raise UnsupportedModel(f"layer {index}: no known rotary layout moves its keys ({'; '.join(errors) or f'table width {width}'})")
+    tried = "; ".join(errors) or f"table width {width}"
+    raise UnsupportedModel(f"layer {index}: no known rotary layout moves its keys ({tried})")
 
 
 @torch.inference_mode()

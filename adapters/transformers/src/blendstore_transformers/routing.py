@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 NAME = "blendstore"
 
 Route = Callable[[torch.nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
-"""``(module, q, k, v, arguments)`` with q [1, heads, n, dim] and k, v [1, kv_heads, n, dim]; returns [1, n, heads, dim]."""
+"""``(module, q, k, v, arguments)``: q [1, heads, n, dim], k and v [1, kv_heads, n, dim]; returns [1, n, heads, dim]."""
 
 _ACTIVE = threading.local()
 
@@ -41,7 +41,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     route: Route | None = getattr(_ACTIVE, "route", None)
     if route is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)  # type: ignore[no-any-return]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     return route(module, query, key, value, arguments), None
 
 

@@ -15,7 +15,7 @@ _BLOCK = 1 << 14
 
 
 def identity(model: PreTrainedModel, geometry: Geometry) -> ModelIdentity:
-    """Identity of ``model`` as it is in memory: loaded, merged or changed weights are told apart, served names don't count."""
+    """Identity of ``model`` as it is in memory: changed or merged weights are told apart, served names don't count."""
     return ModelIdentity(
         weights_digest=_digest(model),
         layers=geometry.layers,
@@ -51,6 +51,7 @@ def _rotary(geometry: Geometry) -> bytes:
             part = known[id(table)]
         else:
             cos, sin = table.lookup(torch.tensor([1, 97, 1009]))
-            part = known[id(table)] = f"{table.pairing}{table.pairs}".encode() + cos.numpy().tobytes() + sin.numpy().tobytes()
+            layout = f"{table.pairing}{table.pairs}".encode()
+            part = known[id(table)] = layout + cos.numpy().tobytes() + sin.numpy().tobytes()
         digest.update(len(part).to_bytes(8, "little") + part + repr(window).encode())
     return digest.digest()
