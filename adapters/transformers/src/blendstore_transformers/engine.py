@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, DynamicLayer, PreTrainedModel
 
 from blendstore._core import Namespace, Store
-from blendstore.blend import BlendRunner, BlendSettings
+from blendstore.blend import BlendRunner, BlendSettings, Geometry
 from blendstore.blend.drift import DriftSettings
 from blendstore.blend.records import LeaseRecords, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
@@ -29,7 +30,7 @@ from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter, derive_separator_ids
 
-from .model import TransformersModel, UnsupportedModel, layers_of
+from .model import TransformersModel, UnsupportedModel, layers_of, plain_geometry, steady_length
 from .weights import identity
 
 log = logging.getLogger("blendstore.transformers")
@@ -70,26 +71,31 @@ class Generation:
 
 
 class Engine:
-    """Serves one model with one store. Use it from one thread at a time; the store may be shared."""
+    """Serves one model with one store, from any number of threads; forwards of the model take turns."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, config: Config = BLENDING, *, store: Store | None = None
     ) -> None:
         """``tokenizer`` is needed for separators and for text. Where blending can't be proved for this model it is
-        refused with a warning that says why, and plain caching stays on: see `refusal`."""
+        refused with a warning that says why, and plain caching stays on: see `refusal`. Raises `UnsupportedModel` for a
+        model that keeps no K and V to store."""
         self.config, self.tokenizer, self.counters = config, tokenizer, Counter[str]()
-        self._engine = TransformersModel(model)
-        self._runner = BlendRunner(self._engine)
-        self.refusal, self.proof = "", None
+        self._model, self._lock = model, threading.Lock()
+        self.refusal = ""
+        """Why this model isn't blended; empty when it is."""
+        self.proof: Proof | None = None
+        self._engine: TransformersModel | None = None
         if config.enable_blending:
             make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
-            self.refusal, self.proof = self._prove()
+            self._prove()
+        self.geometry: Geometry = self._engine.geometry if self._engine is not None else plain_geometry(model)
+        self._steady = steady_length(model)
         self.store = store or Store(
             capacity_bytes=int(config.max_local_cpu_size * 2**30),
             chunk_size=config.chunk_size,
             policy=config.cache_policy,
         )
-        made = identity(model, self._engine.geometry)
+        made = identity(model, self.geometry)
         separators = None
         if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:
             bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
@@ -100,7 +106,7 @@ class Engine:
             return namespace(made, salt)
 
         self.pipeline = Pipeline(
-            self.store, config, tenant, bytes_per_token=self._engine.geometry.bytes_per_token, separators=separators
+            self.store, config, tenant, bytes_per_token=self.geometry.bytes_per_token, separators=separators
         )
         log.info("blendstore: %s", self.describe())
 
@@ -115,7 +121,7 @@ class Engine:
 
     def describe(self) -> str:
         """One line: what this engine does with this model, or why not."""
-        g = self._engine.geometry
+        g = self.geometry
         shape = f"{g.layers} layers, {g.kv_heads} KV heads of {g.head_dim}, {g.dtype}"
         if not self.config.enable_blending:
             return f"plain caching ({shape})"
@@ -147,7 +153,7 @@ class Engine:
         prefill = self.prefill(ids, options)
         out: list[int] = []
         logits, position = prefill.logits, len(ids)
-        ends = self._engine.model.generation_config.eos_token_id
+        ends = getattr(self._model.generation_config, "eos_token_id", None)
         ends = set(ends if isinstance(ends, list) else [ends])
         while len(out) < max_new_tokens:
             out.append(int(logits.argmax()))
@@ -162,9 +168,10 @@ class Engine:
     def extend(self, cache: DynamicCache, ids: Sequence[int], position: int, *, keep: int = 1) -> Tensor:
         """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; float32 logits [keep, vocabulary] of
         the last ``keep`` tokens (0: all)."""
-        device = self._engine.geometry.device
+        device = self.geometry.device
         positions = torch.arange(position, position + len(ids), device=device)
-        out = self._engine.model(
+        model: Any = self._model
+        out = model(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=positions[None],
             past_key_values=cache,
@@ -175,42 +182,50 @@ class Engine:
         return logits
 
     def prefill(
-        self, ids: Sequence[int], options: RequestOptions | None = None, *, held: DynamicCache | None = None
+        self,
+        ids: Sequence[int],
+        options: RequestOptions | None = None,
+        *,
+        held: DynamicCache | None = None,
+        held_exact: bool = True,
     ) -> Prefill:
-        """KV and last logits of a prompt, and new documents kept. ``held`` is KV that the engine has for its first
-        tokens; it isn't changed. An error in store or blend costs speed only: the engine computes the tokens itself."""
+        """KV and last logits of a prompt, and new documents kept.
+
+        ``held`` is KV that the engine has for the first tokens; it isn't changed. Say ``held_exact=False`` when some of
+        it was reused from another context: what is computed behind it isn't stored as exact then. An error in store or
+        blend costs speed only: the engine computes the tokens itself."""
         options = options or RequestOptions()
         begin = time.perf_counter()
         tokens = np.asarray(ids, dtype=np.uint32)
         if not tokens.size:
             raise ValueError("the prompt is empty: give at least one token")
-        prefix = 0 if held is None else held.get_seq_length()
+        if self._steady is not None and len(tokens) >= self._steady:
+            options = replace(options, reuse=False, store=False)
+        prefix = 0 if held is None else min(held.get_seq_length(), len(tokens) - 1)
         try:
-            prepared = self.pipeline.prepare(tokens, options, engine_prefix=prefix, blend=not self.refusal)
+            prepared = self.pipeline.prepare(
+                tokens, options, engine_prefix=prefix, prefix_exact=held_exact, blend=self._engine is not None
+            )
         except Exception as error:
-            log.warning("lookup failed, the engine computes the prompt: %s: %s", type(error).__name__, error)
             return self._fall_back(ids, begin, error)
         with prepared:
             try:
-                out = self._run(tokens, prepared, options, held, begin)
+                with self._lock:
+                    out = self._run(tokens, prepared, options, held, begin)
             except Exception as error:
-                log.warning("blend failed, the engine computes the prompt: %s: %s", type(error).__name__, error)
                 return self._fall_back(ids, begin, error)
             if options.store:
                 self._capture(prepared, out.cache)
-        self.counters.update(
-            prompts=1,
-            exact=out.report.exact,
-            reused=out.report.reused,
-            recomputed=out.report.recomputed,
-            fresh=out.report.fresh,
-        )
-        r = out.report
-        log.info(
-            "prompt %d prefix %d exact %d reused %d recomputed %d fresh %d %.1f ms",
-            r.prompt, r.prefix, r.exact, r.reused, r.recomputed, r.fresh, r.milliseconds,
-        )  # fmt: skip
+        self._count(out.report)
         return out
+
+    def _count(self, report: Report) -> None:
+        with self._lock:
+            self.counters["prompts"] += 1
+            for kind in ("prefix", "exact", "reused", "recomputed", "fresh"):
+                self.counters[kind] += getattr(report, kind)
+            self.counters["fallbacks"] += bool(report.fallback)
+        log.info("%s", report)
 
     def _run(
         self,
@@ -221,19 +236,21 @@ class Engine:
         begin: float,
     ) -> Prefill:
         plan = prepared.plan
-        records = LeaseRecords(self._engine.geometry, prepared.where)
+        records = LeaseRecords(self.geometry, prepared.where)
         # The engine's own forward takes one prefix; whatever is cached behind a hole goes through the runner.
-        if plan.prefix + plan.exact + plan.reused > plan.lead and not self.refusal:
+        if self._engine is not None and plan.ntokens - plan.fresh > plan.lead:
             self._engine.hold(held)
-            ids = torch.from_numpy(tokens.astype(np.int64)).to(self._engine.geometry.device)
-            result = self._runner.run(ids, plan, records, self.settings(options))
+            ids = torch.from_numpy(tokens.astype(np.int64)).to(self.geometry.device)
+            try:
+                result = BlendRunner(self._engine).run(ids, plan, records, self.settings(options))
+            finally:
+                self._engine.hold(None)
             with torch.inference_mode():
                 logits = self._engine.logits(result.state[-1:])[0]
             cache, recomputed = as_cache(result.kv), result.recomputed
         else:
-            lead = plan.lead
             cache, recomputed = self._restored(prepared, records, held), 0
-            logits = self.extend(cache, tokens[lead:].tolist(), lead)[-1]
+            logits = self.extend(cache, tokens[plan.lead :].tolist(), plan.lead)[-1]
         spent = (time.perf_counter() - begin) * 1e3
         report = Report(plan.ntokens, plan.prefix, plan.exact, plan.reused - recomputed, recomputed, plan.fresh, spent)
         return Prefill(cache, logits, report)
@@ -253,24 +270,23 @@ class Engine:
 
     @torch.inference_mode()
     def _restored(self, prepared: Prepared, records: LeaseRecords, held: DynamicCache | None) -> DynamicCache:
-        """Engine-held and exact KV as a cache of its own."""
-        geometry, plan = self._engine.geometry, prepared.plan
-        exact = [s for s in plan.spans if s.kind is SpanKind.EXACT and s.stop <= plan.lead]
-        if held is None and not exact:
+        """Engine-held and exact KV up to the first hole, as a cache of its own."""
+        geometry, plan = self.geometry, prepared.plan
+        if not plan.lead:
             return DynamicCache()
-        self._engine.hold(held)
-        stop = plan.lead
+        exact = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
         kv = torch.empty(
-            geometry.layers, 2, stop, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype, device=geometry.device
+            (geometry.layers, 2, plan.lead, geometry.kv_heads, geometry.head_dim),
+            dtype=geometry.dtype,
+            device=geometry.device,
         )
+        for index, pair in enumerate(layers_of(held) if held is not None and plan.prefix else ()):
+            for part, tensor in enumerate(pair):
+                kv[index, part, : plan.prefix] = tensor[: plan.prefix]
         for index in range(geometry.layers):
-            if plan.prefix:
-                kv[index, 0, : plan.prefix], kv[index, 1, : plan.prefix] = self._engine.read_slots(index, plan.prefix)
             for span in exact:
-                k, v = records.layer(span.chunk, index)
-                rows = slice(span.row, span.row + len(span))
-                kv[index, 0, span.start : span.stop].copy_(k[rows])
-                kv[index, 1, span.start : span.stop].copy_(v[rows])
+                for part, tensor in enumerate(records.layer(span.chunk, index)):
+                    kv[index, part, span.start : span.stop] = tensor[span.row : span.row + len(span)]
         return as_cache(kv)
 
     def _capture(self, prepared: Prepared, cache: DynamicCache) -> None:
@@ -279,31 +295,43 @@ class Engine:
             capture = self.pipeline.capture(prepared)
             layers = layers_of(cache)
             for chunk in capture.chunks():
-                write_record(
-                    self._engine.geometry, chunk.reservation.buffer(chunk.index), layers, chunk.start, chunk.stop
-                )
-            self.counters["stored"] += capture.commit()
+                buffer = chunk.reservation.buffer(chunk.index)
+                write_record(self.geometry, buffer, layers, chunk.start, chunk.stop)
+            published = capture.commit()
+            with self._lock:
+                self.counters["stored"] += published
         except Exception as error:
             if capture is not None:
                 capture.abort()
-            self.counters["store_errors"] += 1
+            with self._lock:
+                self.counters["store_errors"] += 1
             log.warning("documents were not stored: %s: %s", type(error).__name__, error)
 
     def _fall_back(self, ids: Sequence[int], begin: float, error: Exception) -> Prefill:
-        self.counters["fallbacks"] += 1
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("reuse failed, the engine computes the prompt: %s", reason)
         cache = DynamicCache()
-        logits = self.extend(cache, ids, 0)[-1]
+        with self._lock:
+            logits = self.extend(cache, ids, 0)[-1]
         spent = (time.perf_counter() - begin) * 1e3
-        return Prefill(cache, logits, Report(len(ids), 0, 0, 0, 0, len(ids), spent, f"{type(error).__name__}: {error}"))
+        report = Report(len(ids), 0, 0, 0, 0, len(ids), spent, reason)
+        self._count(report)
+        return Prefill(cache, logits, report)
 
-    def _prove(self) -> tuple[str, Proof | None]:
+    def _prove(self) -> None:
+        """Sets `_engine` and `proof`, or `refusal`. Whatever goes wrong here is a reason not to blend."""
+        attention = self._model.config._attn_implementation
         try:
-            self._engine.prove_logits()
-            return "", prove_geometry(self._engine, self._engine.prefill, vocabulary=self._engine.vocabulary)
-        except (GeometryError, UnsupportedModel) as error:
-            name = type(self._engine.model).__name__
-            log.warning("blending is refused for %s, plain caching stays on: %s", name, error)
-            return str(error), None
+            engine = TransformersModel(self._model)
+            engine.prove_logits()
+            self.proof = prove_geometry(engine, engine.prefill, vocabulary=engine.vocabulary)
+            self._engine = engine
+        except Exception as error:
+            self._model.set_attn_implementation(attention)
+            known = isinstance(error, GeometryError | UnsupportedModel)
+            self.refusal = str(error) if known else f"{type(error).__name__}: {error}"
+            name = type(self._model).__name__
+            log.warning("blending is refused for %s, plain caching stays on: %s", name, self.refusal)
 
 
 def as_cache(kv: Tensor) -> DynamicCache:

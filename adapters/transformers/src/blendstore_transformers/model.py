@@ -192,6 +192,59 @@ def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     return [(entry.keys[0].transpose(0, 1), entry.values[0].transpose(0, 1)) for entry in entries]
 
 
+@torch.inference_mode()
+def plain_geometry(loaded: PreTrainedModel) -> Geometry:
+    """Shape of the KV cache of a model that isn't blended: what plain caching needs, rotary and windows left out.
+
+    Raises `UnsupportedModel` when not every layer keeps K and V of every token."""
+    model: Any = loaded
+    parameter = next(loaded.parameters())
+    ids = torch.zeros(1, 3, dtype=torch.int64, device=parameter.device)
+    cache = DynamicCache()
+    try:
+        model(
+            input_ids=ids, position_ids=torch.arange(3, device=ids.device)[None], past_key_values=cache, use_cache=True
+        )
+        shapes = {tuple(tensor.shape) for pair in layers_of(cache) for tensor in pair}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{type(model).__name__} has no cache of K and V: {error}") from error
+    if len(shapes) != 1 or next(iter(shapes))[0] != ids.shape[1]:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no K and V of every token in one shape, but {sorted(shapes)}: "
+            "there is nothing to store; serve it without blendstore"
+        )
+    _, kv_heads, head_dim = shapes.pop()
+    layers = len(cache.layers)
+    return Geometry(
+        layers=layers,
+        heads=kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=layers_of(cache)[0][0].dtype,
+        device=parameter.device,
+        rotary=(None,) * layers,
+        windows=(None,) * layers,
+    )
+
+
+def steady_length(model: PreTrainedModel) -> int | None:
+    """Prompts of at least this many tokens are rotated otherwise than shorter ones, so their KV is not interchangeable;
+    None when a token's rotation depends on its position alone."""
+    lengths = [
+        int(entry.get("original_max_position_embeddings") or model.config.max_position_embeddings)
+        for entry in _rotary_parameters(model)
+        if entry.get("rope_type") in _MOVING_ROTARY
+    ]
+    return min(lengths) if lengths else None
+
+
+def _rotary_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """The model's rotary parameters, one entry a layer type."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
 def _decoder(loaded: PreTrainedModel) -> Any:
     model: Any = loaded
     decoder = model.get_decoder()
@@ -202,9 +255,7 @@ def _decoder(loaded: PreTrainedModel) -> Any:
 
 
 def _refuse_moving_rotary(model: PreTrainedModel) -> None:
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    entries = parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else [parameters]
-    for entry in entries:
+    for entry in _rotary_parameters(model):
         kind = entry.get("rope_type", "default")
         if kind in _MOVING_ROTARY:
             reason = _MOVING_ROTARY[kind]

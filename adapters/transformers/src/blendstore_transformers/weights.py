@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ def identity(model: PreTrainedModel, geometry: Geometry) -> ModelIdentity:
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,
         dtype=str(geometry.dtype).removeprefix("torch."),
-        rotary_digest=_rotary(geometry),
+        rotary_digest=_rotary(model, geometry),
     )
 
 
@@ -41,8 +42,10 @@ def _digest(model: PreTrainedModel) -> bytes:
     return digest.digest()
 
 
-def _rotary(geometry: Geometry) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
+def _rotary(model: PreTrainedModel, geometry: Geometry) -> bytes:
+    """Of the tables as they are looked up, and of the configured parameters, which stand in where there is no table."""
+    configured = json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True, default=str)
+    digest = hashlib.blake2b(configured.encode(), digest_size=32)
     known: dict[int, bytes] = {}
     for table, window in zip(geometry.rotary, geometry.windows, strict=True):
         if table is None:
