@@ -292,7 +292,7 @@ class Pipeline:
                 contexts=contexts,
                 behind=behind,
                 behind_tokens=first,
-                head=chain.start == 0,
+                head=chain.start == 0 and parent is None,
                 parent=parent,
                 parent_offset=first - chain.start,
                 save_unfull_chunk=self._config.save_unfull_chunk,
