@@ -33,12 +33,13 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+PHI3: Any = Phi3Config
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=24),
-    "phi3-partial": Phi3Config(**SHAPE, partial_rotary_factor=0.5),
+    "phi3-partial": PHI3(**SHAPE, partial_rotary_factor=0.5),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=16),
 }
@@ -47,7 +48,8 @@ CONFIG = Config.load(env={}, overrides={"enable_blending": True, "segmenter": "m
 
 def tiny(config: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
