@@ -305,7 +305,8 @@ class Engine:
                 capture.abort()
             with self._lock:
                 self.counters["store_errors"] += 1
-            log.warning("documents were not stored: %s: %s", type(error).__name__, error)
+            # As text: a handler that keeps records would keep the error, its frames and the pins in them.
+            log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
 
     def _fall_back(self, ids: Sequence[int], begin: float, error: Exception) -> Prefill:
         reason = f"{type(error).__name__}: {error}"
