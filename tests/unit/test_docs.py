@@ -74,3 +74,12 @@ def test_every_dependency_is_justified() -> None:
     """Nothing comes in without a reason, and no reason stays for what has gone."""
     listed = re.findall(r"^\| `([\w.-]+)` \|", read("docs/dependencies.md"), re.MULTILINE)
     assert sorted(listed) == sorted(dependencies())
+
+
+def test_tests_named_in_the_design_exist() -> None:
+    """An invariant is held by a test, not by a sentence."""
+    sources = [path for pattern in ("tests/**/*.py", "rust/**/*.rs") for path in ROOT.glob(pattern)]
+    known = {name for path in sources for name in re.findall(r"(?:def|fn) (\w+)\(", path.read_text(encoding="utf-8"))}
+    named = re.findall(r"`((?:test|case|loom)_\w+)`", read("docs/design.md"))
+    assert len(named) > 20
+    assert not [name for name in named if name not in known]
