@@ -308,8 +308,6 @@ def test_real_smollm2_at_ratio_one_answers_as_without_reuse() -> None:
     assert found.report.fallback == ""
     assert found.report.recomputed > 400
     wanted, _ = own(real, tokens, steps=1)
-    for mine, theirs in zip(layers_of(found.cache), wanted, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert (a - b).abs().max() <= 1e-4 * max(1.0, float(b.abs().max()))
+    assert largest_error(found, wanted) <= 1e-4
     assert continued(real, found.cache, found.logits, 8) == plain.ids
     assert "3154" in plain.text
