@@ -1,5 +1,7 @@
 """The documentation says what is there: keys, dependencies, tests that hold the invariants, and code that runs."""
 
+import contextlib
+import io
 import re
 import tomllib
 from dataclasses import fields
@@ -83,3 +85,20 @@ def test_tests_named_in_the_design_exist() -> None:
     named = re.findall(r"`((?:test|case|loom)_\w+)`", read("docs/design.md"))
     assert len(named) > 20
     assert not [name for name in named if name not in known]
+
+
+@pytest.mark.real_model
+def test_the_readmes_example_runs_as_printed() -> None:
+    """The first code that a newcomer copies works: both documents come back in the other order, the answer is right."""
+    code = re.search(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
+    assert code is not None
+    printed, names = io.StringIO(), dict[str, Any]()
+    with contextlib.redirect_stdout(printed):
+        exec(code[1], names)  # noqa: S102 - our own README
+    report = names["answer"].report
+    shown = re.search(r"Report\(prompt=(\d+), prefix=0, exact=(\d+), .*?fresh=(\d+)", read("README.md"))
+    assert shown is not None
+    assert (report.prompt, report.exact, report.fresh) == tuple(map(int, shown.groups()))
+    assert report.fallback == ""
+    assert report.reused > report.recomputed > 0
+    assert "Oskar Lind" in printed.getvalue()
