@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -129,16 +130,13 @@ class Pipeline:
     ) -> None:
         """``namespace(salt)`` gives a tenant's namespace. Without ``separators`` prompts are whole, and documents
         within them are found by the matcher."""
-        self._store, self._config, self._make_namespace = store, config, namespace
+        self._store, self._config = store, config
+        self._namespace_of = lru_cache(maxsize=1024)(namespace)
         self._bytes_per_token, self._separators = bytes_per_token, separators
-        self._namespaces: dict[str, Namespace] = {}
 
     def namespace(self, options: RequestOptions) -> Namespace:
         """The namespace of the request's tenant."""
-        salt = options.tenant_salt or self._config.tenant_salt
-        if salt not in self._namespaces:
-            self._namespaces[salt] = self._make_namespace(salt)
-        return self._namespaces[salt]
+        return self._namespace_of(options.tenant_salt or self._config.tenant_salt)
 
     def segment(self, tokens: Tokens) -> Segmentation:
         """The prompt's segments: by separator where it has some, else the whole prompt."""

@@ -18,12 +18,13 @@ from transformers import DynamicCache
 from blendstore._core import Lease, Namespace, Store
 from blendstore.blend import BlendRunner, BlendSettings
 from blendstore.blend.drift import DriftSettings
-from blendstore.blend.records import LeaseRecords, write_record
+from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.config import Config
-from blendstore.plan import BlendPlan, Candidate, build_plan
+from blendstore.pipeline import LEAD_IN
+from blendstore.plan import BlendPlan, Candidate, SpanKind, build_plan
 from blendstore_transformers import Engine
 from blendstore_transformers.engine import as_cache
-from blendstore_transformers.model import TransformersModel, layers_of
+from blendstore_transformers.model import TransformersModel, forward, layers_of
 
 from . import models
 from .answering import Answer, Completion, Ids, Options, Provenance
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .prompts import Prompt, Tokenizer
 
 _CHUNK = 512
-_LEAD_IN = 1
 
 
 @dataclass(slots=True)
@@ -48,17 +48,18 @@ class Captured:
     scores: dict[int, Tensor] = field(default_factory=dict)
 
 
-class _Scored(LeaseRecords):
-    """Records with the scores of a capture."""
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A `RecordSource` with the scores of a capture."""
 
-    def __init__(self, records: LeaseRecords, scores: Mapping[int, Tensor]) -> None:
-        self._inner, self._scores = records, scores
+    records: LeaseRecords
+    found: Mapping[int, Tensor]
 
     def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
-        return self._inner.layer(chunk, index)
+        return self.records.layer(chunk, index)
 
     def scores(self, chunk: int) -> Tensor | None:
-        return self._scores.get(chunk)
+        return self.found.get(chunk)
 
 
 class TransformersAnswering:
@@ -75,7 +76,7 @@ class TransformersAnswering:
         """The engine's own prefill."""
         begin = self._now()
         cache = DynamicCache()
-        first = self._forward(cache, prompt_ids, 0, 1)
+        first = forward(self._model, cache, prompt_ids, 0, keep=1)
         spent = self._now() - begin
         return self._answer(cache, first, prompt_ids, answer_ids, spent, 0, 0, len(prompt_ids))
 
@@ -89,12 +90,12 @@ class TransformersAnswering:
         bounds = np.stack([edges[:-1], edges[1:]], axis=1).astype(np.int64)
         captured = Captured(namespace, bounds, 2, len(provenance.ids), prompt)
         cache = DynamicCache()
-        self._forward(cache, [*prompt.system, *prompt.documents[0]], 0, 1)
+        forward(self._model, cache, [*prompt.system, *prompt.documents[0]], 0, keep=1)
         layers = layers_of(cache)
         for part in (0, 1):
-            self._keep(namespace, parts[part], layers, int(bounds[part, 0]), int(bounds[part, 0]))
+            self._keep(namespace, parts[part], layers, int(bounds[part, 0]))
         for document, layers in self._behind(provenance.ids, prompt.documents[1:]):
-            self._keep(namespace, document, layers, captured.source, captured.source)
+            self._keep(namespace, document, layers, captured.source)
         return captured
 
     def prefix_cached(self, prompt: Prompt, captured: Captured) -> Answer:
@@ -106,15 +107,11 @@ class TransformersAnswering:
         ) as lease:
             records = self._records(lease)
             lead = int(captured.bounds[captured.exact - 1, 1])
-            spans = self._candidates(captured, lease, captured.exact)
-            kv = torch.empty(self._shape(lead), dtype=self._geometry.dtype, device=self._geometry.device)
-            for index in range(self._geometry.layers):
-                for span in spans:
-                    k, v = records.layer(span.chunk, index)
-                    kv[index, 0, span.start : span.stop].copy_(k)
-                    kv[index, 1, span.start : span.stop].copy_(v)
+            plan = self._plan(captured, lease, len(tokens), captured.exact)
+            exact = [span for span in plan.spans if span.kind is SpanKind.EXACT]
+            kv = restore(self._geometry, records, exact, lead)
         cache = as_cache(kv)
-        first = self._forward(cache, prompt.ids[lead:], lead, 1)
+        first = forward(self._model, cache, prompt.ids[lead:], lead, keep=1)
         spent = self._now() - begin
         return self._answer(cache, first, prompt.ids, prompt.answer, spent, lead, 0, len(prompt.ids) - lead)
 
@@ -136,7 +133,7 @@ class TransformersAnswering:
         begin = self._now()
         tokens = np.asarray(prompt.ids, dtype=np.uint32)
         with self._store.lookup_segments(captured.namespace, tokens.data, captured.bounds.data) as lease:
-            plan = self._plan(captured, lease, len(tokens))
+            plan = self._plan(captured, lease, len(tokens), len(captured.bounds))
             records = _Scored(self._records(lease), captured.scores)
             ids = torch.from_numpy(tokens.astype(np.int64)).to(self._geometry.device)
             result = self._runner.run(ids, plan, records, settings)
@@ -147,8 +144,9 @@ class TransformersAnswering:
         kept = plan.context - result.recomputed
         return self._answer(cache, first, prompt.ids, prompt.answer, spent, kept, result.recomputed, plan.fresh)
 
-    def _plan(self, captured: Captured, lease: Lease, ntokens: int) -> BlendPlan:
-        candidates = self._candidates(captured, lease, len(captured.bounds))
+    def _plan(self, captured: Captured, lease: Lease, ntokens: int, segments: int) -> BlendPlan:
+        """The plan of a prompt whose first ``segments`` segments come from the store."""
+        candidates = self._candidates(captured, lease, segments)
         return build_plan(ntokens, engine_prefix=0, candidates=candidates, min_tokens=1, query_tokens=1)
 
     def _candidates(self, captured: Captured, lease: Lease, segments: int) -> list[Candidate]:
@@ -162,32 +160,31 @@ class TransformersAnswering:
             raise RuntimeError(f"{len(out)} chunks were captured, {lease.hits.count(1)} found: the store is too small")
         return out
 
-    def _keep(
-        self, namespace: Namespace, ids: Ids, layers: Sequence[tuple[Tensor, Tensor]], offset: int, source: int
-    ) -> None:
+    def _keep(self, namespace: Namespace, ids: Ids, layers: Sequence[tuple[Tensor, Tensor]], position: int) -> None:
+        """Store ``ids``, which stand at ``position`` of ``layers``."""
         tokens = np.asarray(ids, dtype=np.uint32)
         with self._store.reserve(
-            namespace, tokens.data, bytes_per_token=self._geometry.bytes_per_token, source_position=source,
-            provenance=_LEAD_IN, rank=1,
+            namespace, tokens.data, bytes_per_token=self._geometry.bytes_per_token, source_position=position,
+            provenance=LEAD_IN, rank=1,
         ) as room:  # fmt: skip
             for index, wanted in enumerate(room.wanted):
                 if wanted:
                     start, stop = room.bounds(index)
-                    write_record(self._geometry, room.buffer(index), layers, offset + start, offset + stop)
+                    write_record(self._geometry, room.buffer(index), layers, position + start, position + stop)
             room.commit()
 
     def _behind(self, lead: Ids, documents: Sequence[Ids]) -> list[tuple[Ids, list[tuple[Tensor, Tensor]]]]:
         """(document, layers) with ``document`` at position len(lead) of every layer's K and V."""
         cache = DynamicCache()
         if lead:
-            self._forward(cache, lead, 0, 1)
+            forward(self._model, cache, lead, 0, keep=1)
         base = layers_of(cache) if lead else None
         out = []
         for document in documents:
             own = DynamicCache() if base is None else as_cache(
                 torch.stack([torch.stack([k, v]) for k, v in base])
             )  # fmt: skip
-            self._forward(own, document, len(lead), 1)
+            forward(self._model, own, document, len(lead), keep=1)
             out.append((document, layers_of(own)))
         return out
 
@@ -215,28 +212,13 @@ class TransformersAnswering:
     def _records(self, lease: Lease) -> LeaseRecords:
         return LeaseRecords(self._geometry, [(lease, at) for at in range(len(lease))])
 
-    def _shape(self, tokens: int) -> tuple[int, ...]:
-        g = self._geometry
-        return (g.layers, 2, tokens, g.kv_heads, g.head_dim)
-
-    @torch.inference_mode()
-    def _forward(self, cache: DynamicCache, ids: Sequence[int], position: int, keep: int) -> Tensor:
-        device = self._geometry.device
-        positions = torch.arange(position, position + len(ids), device=device)
-        out = self._model(
-            input_ids=torch.tensor([list(ids)], device=device), position_ids=positions[None],
-            past_key_values=cache, use_cache=True, logits_to_keep=keep,
-        )  # fmt: skip
-        logits: Tensor = out.logits[0].float()
-        return logits
-
     def _answer(
         self, cache: DynamicCache, first: Tensor, prompt_ids: Sequence[int], answer_ids: Sequence[int], spent: float,
         reused: int, recomputed: int, fresh: int,
     ) -> Answer:  # fmt: skip
         rows = [first]
         if len(answer_ids) > 1:
-            rows.append(self._forward(cache, answer_ids[:-1], len(prompt_ids), 0))
+            rows.append(forward(self._model, cache, answer_ids[:-1], len(prompt_ids), keep=0))
         return Answer(torch.cat(rows), spent, reused, recomputed, fresh)
 
     def _now(self) -> float:

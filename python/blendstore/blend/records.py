@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .._core import Lease, RecordBuffer
+from ..plan import Span
 from .model import Geometry
+from .transfer import RecordSource
 
 
 class LeaseRecords:
@@ -47,3 +49,16 @@ def write_record(
     for index, (k, v) in enumerate(layers):
         target[index, 0].copy_(k[start:stop])
         target[index, 1].copy_(v[start:stop])
+
+
+@torch.inference_mode()
+def restore(geometry: Geometry, records: RecordSource, spans: Sequence[Span], tokens: int) -> Tensor:
+    """New KV [layers, 2, tokens, kv_heads, dim] with the rows of ``spans`` copied from their records as they are; all
+    other rows are uninitialised."""
+    shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
+    kv = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+    for index in range(geometry.layers):
+        for span in spans:
+            for part, tensor in enumerate(records.layer(span.chunk, index)):
+                kv[index, part, span.start : span.stop] = tensor[span.row : span.row + len(span)]
+    return kv

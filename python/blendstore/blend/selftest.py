@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan import BlendPlan, Span, SpanKind
+from ..plan import build_plan
 from .model import EngineModel
-from .runner import BlendRunner, BlendSettings
+from .records import LeaseRecords
+from .runner import BlendResult, BlendRunner, BlendSettings
 
 Prefill = Callable[[Tensor, int], Sequence[tuple[Tensor, Tensor]]]
 """``prefill(ids [n], offset)``: the engine's own K and V [n, kv_heads, dim] of each layer, token i at position offset
@@ -37,12 +38,10 @@ class Proof:
     rotation_error: float
 
 
-class _NoRecords:
-    def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
-        raise LookupError("the plan has no cached span")
-
-    def scores(self, chunk: int) -> Tensor | None:
-        return None
+def run_fresh(model: EngineModel, ids: Tensor) -> BlendResult:
+    """The runner's own full prefill of ids [n]: nothing held, nothing cached."""
+    plan = build_plan(len(ids), engine_prefix=0, candidates=[], min_tokens=1)
+    return BlendRunner(model).run(ids, plan, LeaseRecords(model.geometry, []), BlendSettings(layerwise=False))
 
 
 def prove_geometry(model: EngineModel, prefill: Prefill, *, vocabulary: int, tokens: int = 48) -> Proof:
@@ -51,8 +50,7 @@ def prove_geometry(model: EngineModel, prefill: Prefill, *, vocabulary: int, tok
     generator = torch.Generator().manual_seed(2405)
     ids = torch.randint(0, vocabulary, (tokens,), generator=generator).to(geometry.device)
     own = prefill(ids, 0)
-    plan = BlendPlan(tokens, (Span(SpanKind.FRESH, 0, tokens),))
-    ran = BlendRunner(model).run(ids, plan, _NoRecords(), BlendSettings(layerwise=False)).kv
+    ran = run_fresh(model, ids).kv
     shifted = prefill(ids, _SHIFT)
     here, there = torch.arange(tokens), torch.arange(tokens) + _SHIFT
     runner_error = rotation_error = 0.0

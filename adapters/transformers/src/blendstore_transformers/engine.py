@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, DynamicLayer, PreTrainedModel
 
-from blendstore._core import Namespace, Store
+from blendstore._core import Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
 from blendstore.blend.drift import DriftSettings
-from blendstore.blend.records import LeaseRecords, write_record
+from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
 from blendstore.config import Config
@@ -30,7 +30,7 @@ from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter, derive_separator_ids
 
-from .model import TransformersModel, UnsupportedModel, layers_of, plain_geometry, steady_length
+from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, steady_length
 from .weights import identity
 
 log = logging.getLogger("blendstore.transformers")
@@ -101,12 +101,12 @@ class Engine:
             bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
             separators = SeparatorSegmenter(derive_separator_ids(tokenizer, config.blend_special_str), bos)
 
-        @lru_cache(maxsize=1024)
-        def tenant(salt: str) -> Namespace:
-            return namespace(made, salt)
-
         self.pipeline = Pipeline(
-            self.store, config, tenant, bytes_per_token=self.geometry.bytes_per_token, separators=separators
+            self.store,
+            config,
+            partial(namespace, made),
+            bytes_per_token=self.geometry.bytes_per_token,
+            separators=separators,
         )
         log.info("blendstore: %s", self.describe())
 
@@ -164,22 +164,10 @@ class Engine:
         text = self.tokenizer.decode(out, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Generation(out, text, prefill.report)
 
-    @torch.inference_mode()
     def extend(self, cache: DynamicCache, ids: Sequence[int], position: int, *, keep: int = 1) -> Tensor:
         """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; float32 logits [keep, vocabulary] of
         the last ``keep`` tokens (0: all)."""
-        device = self.geometry.device
-        positions = torch.arange(position, position + len(ids), device=device)
-        model: Any = self._model
-        out = model(
-            input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=positions[None],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-        logits: Tensor = out.logits[0].float()
-        return logits
+        return forward(self._model, cache, ids, position, keep=keep)
 
     def prefill(
         self,
@@ -271,22 +259,14 @@ class Engine:
     @torch.inference_mode()
     def _restored(self, prepared: Prepared, records: LeaseRecords, held: DynamicCache | None) -> DynamicCache:
         """Engine-held and exact KV up to the first hole, as a cache of its own."""
-        geometry, plan = self.geometry, prepared.plan
+        plan = prepared.plan
         if not plan.lead:
             return DynamicCache()
         exact = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
-        kv = torch.empty(
-            (geometry.layers, 2, plan.lead, geometry.kv_heads, geometry.head_dim),
-            dtype=geometry.dtype,
-            device=geometry.device,
-        )
+        kv = restore(self.geometry, records, exact, plan.lead)
         for index, pair in enumerate(layers_of(held) if held is not None and plan.prefix else ()):
             for part, tensor in enumerate(pair):
                 kv[index, part, : plan.prefix] = tensor[: plan.prefix]
-        for index in range(geometry.layers):
-            for span in exact:
-                for part, tensor in enumerate(records.layer(span.chunk, index)):
-                    kv[index, part, span.start : span.stop] = tensor[span.row : span.row + len(span)]
         return as_cache(kv)
 
     def _capture(self, prepared: Prepared, cache: DynamicCache) -> None:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from blendstore.blend import Attend, Geometry
-from blendstore.blend.attention import RowAttention
 from blendstore.blend.rotary import Pairing, RotaryTable
+from blendstore.blend.selftest import run_fresh
 
 from .routing import install, routed
 
@@ -50,6 +49,11 @@ class TransformersModel:
         self.model = model
         self._decoder = _decoder(model)
         self._layers: Sequence[nn.Module] = list(self._decoder.layers)
+        typed = "layer_type" in inspect.signature(self._decoder.rotary_emb.forward).parameters
+        self.rotary_kinds: list[str | None] = (
+            list(model.config.layer_types)[: len(self._layers)] if typed else [None] * len(self._layers)
+        )
+        """What each layer's rotary table goes by, or None where the model has one for all."""
         self._held: DynamicCache | None = None
         _refuse_moving_rotary(model)
         parameter = next(model.parameters())
@@ -119,13 +123,7 @@ class TransformersModel:
         ids = torch.arange(7, device=self._geometry.device) % self.vocabulary
         with torch.inference_mode():
             wanted = self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
-            state = self.embed(ids)
-            positions = torch.arange(7, device=self._geometry.device)
-            attention = RowAttention(positions, 7)
-            for index in range(self._geometry.layers):
-                window = self._geometry.windows[index]
-                state = self.layer(index, state, positions, partial(attention, window=window))
-            found = self.logits(state)[-1]
+            found = self.logits(run_fresh(self, ids).state[-1:])[0]
         if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
             raise UnsupportedModel("its logits are not its output embeddings of the normed last state")
 
@@ -150,10 +148,8 @@ class TransformersModel:
 
     def rotary(self, index: int, positions: Tensor, like: Tensor) -> Any:
         """The engine's own (cos, sin) of layer ``index`` at ``positions`` [n]."""
-        embedding = self._decoder.rotary_emb
-        if "layer_type" in inspect.signature(embedding.forward).parameters:
-            return embedding(like[None], positions[None], self.model.config.layer_types[index])
-        return embedding(like[None], positions[None])
+        kind = self.rotary_kinds[index]
+        return self._decoder.rotary_emb(like[None], positions[None], *(() if kind is None else (kind,)))
 
     def prefill(self, ids: Tensor, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
         """The engine's own K and V [n, kv_heads, dim] of every layer for ids [n] at positions offset, offset + 1, …"""
@@ -184,6 +180,25 @@ class TransformersModel:
                 f"{len(seen)} of its {len(self._layers)} layers call the registered attention: recurrent or hybrid?"
             )
         return seen
+
+
+@torch.inference_mode()
+def forward(
+    loaded: PreTrainedModel, cache: DynamicCache, ids: Sequence[int], position: int, *, keep: int = 1
+) -> Tensor:
+    """The engine's own forward of ``ids`` behind ``cache`` at ``position``…; float32 logits [keep, vocabulary] of the
+    last ``keep`` tokens (0: all)."""
+    model: Any = loaded
+    positions = torch.arange(position, position + len(ids), device=loaded.device)
+    out = model(
+        input_ids=torch.tensor([list(ids)], device=loaded.device),
+        position_ids=positions[None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+    )
+    logits: Tensor = out.logits[0].float()
+    return logits
 
 
 def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
@@ -266,16 +281,11 @@ def _refuse_moving_rotary(model: PreTrainedModel) -> None:
 
 def _rotary_tables(model: TransformersModel, head_dim: int) -> tuple[RotaryTable | None, ...]:
     """One table for each distinct rotary geometry; which dims form a pair is found by trying."""
-    tables: dict[str, RotaryTable] = {}
-    out: list[RotaryTable | None] = []
-    types = getattr(model.model.config, "layer_types", None)
-    typed = types is not None and "layer_type" in inspect.signature(model._decoder.rotary_emb.forward).parameters
-    for index in range(len(model._layers)):
-        name = types[index] if typed and types is not None else "all"
-        if name not in tables:
-            tables[name] = _table(model, index, head_dim)
-        out.append(tables[name])
-    return tuple(out)
+    tables: dict[str | None, RotaryTable] = {}
+    for index, kind in enumerate(model.rotary_kinds):
+        if kind not in tables:
+            tables[kind] = _table(model, index, head_dim)
+    return tuple(tables[kind] for kind in model.rotary_kinds)
 
 
 def _table(model: TransformersModel, index: int, head_dim: int) -> RotaryTable:
