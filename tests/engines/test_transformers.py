@@ -160,7 +160,7 @@ def test_case_f01_a_failing_store_costs_speed_only(
         raise error("broken")
 
     if place == "read":
-        monkeypatch.setattr("blendstore.blend.records.record_view", broken)
+        monkeypatch.setattr(LeaseRecords, "layer", broken)
     else:
         monkeypatch.setattr(engine.pipeline, "_store", Broken(engine.store, place, error))
     found = engine.prefill(prompt, FULL)
@@ -170,7 +170,11 @@ def test_case_f01_a_failing_store_costs_speed_only(
     assert found.report.fallback == ("" if while_storing else f"{error.__name__}: broken")
     monkeypatch.undo()
     assert idle(engine.store) == IDLE
-    assert engine.prefill(prompt, FULL).report.recomputed > 0, "and works again afterwards"
+    again = engine.prefill(prompt, FULL).report
+    if while_storing:
+        assert again.recomputed > 0, "and works again afterwards"
+    else:
+        assert again.exact > len(prompt) - 32, "what the engine computed itself was stored"
 
 
 class Broken:
@@ -218,6 +222,35 @@ def test_case_f01_a_record_of_wrong_length_is_not_used(monkeypatch: pytest.Monke
     monkeypatch.setattr(LeaseRecords, "layer", short)
     assert_same(model, engine.prefill(prompt, FULL), prompt)
     assert engine.counters["fallbacks"] == 1
+
+
+def test_a_store_that_fails_altogether_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up fails, and so does storing what the engine computed instead."""
+    model = model_of(FAMILIES["llama"])
+    engine = engine_of(model)
+    prompt = [*B, *NEW, *A, *QUESTION]
+    for early in (False, True):
+        with monkeypatch.context() as patch:
+            if early:
+                patch.setattr(engine.pipeline, "segment", raise_os_error)
+            patch.setattr(engine.pipeline, "_store", Broken(engine.store, "", OSError))
+            found = engine.prefill(prompt)
+        assert found.report.fallback == "OSError: broken"
+        assert_same(model, found, prompt)
+    assert (engine.counters["fallbacks"], engine.counters["store_errors"], engine.counters["stored"]) == (2, 2, 0)
+    assert engine.prefill(prompt).report.fresh == len(prompt)
+
+
+def test_after_a_fallback_nothing_is_stored_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model_of(FAMILIES["llama"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pipeline, "_store", Broken(engine.store, "lookup", OSError))
+        engine.prefill([*SYSTEM, *A], RequestOptions(store=False))
+    assert (engine.counters["fallbacks"], engine.counters["stored"]) == (1, 0)
+
+
+def raise_os_error(*_: Any) -> Any:
+    raise OSError("broken")
 
 
 def test_case_f01_an_expired_lease_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

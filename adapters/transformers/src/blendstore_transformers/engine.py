@@ -191,21 +191,20 @@ class Engine:
             options = replace(options, reuse=False, store=False)
         prefix = 0 if held is None else min(held.get_seq_length(), len(tokens) - 1)
         try:
-            prepared = self.pipeline.prepare(
+            with self.pipeline.prepare(
                 tokens, options, engine_prefix=prefix, prefix_exact=held_exact, blend=self._engine is not None
-            )
-        except Exception as error:
-            return self._fall_back(ids, begin, error)
-        with prepared:
-            try:
+            ) as prepared:
                 with self._lock:
                     out = self._run(tokens, prepared, options, held, begin)
-            except Exception as error:
-                return self._fall_back(ids, begin, error)
-            if options.store:
-                self._capture(prepared, out.cache)
-        self._count(out.report)
-        return out
+                if options.store:
+                    self._capture(prepared, out.cache)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            self._count(out.report)
+            return out
+        # Outside of the handler: the error is gone, and with it its frames with their pins and tensors.
+        return self._fall_back(tokens, options, begin, reason)
 
     def _count(self, report: Report) -> None:
         with self._lock:
@@ -283,19 +282,30 @@ class Engine:
         except Exception as error:
             if capture is not None:
                 capture.abort()
-            with self._lock:
-                self.counters["store_errors"] += 1
-            # As text: a handler that keeps records would keep the error, its frames and the pins in them.
-            log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
+            self._not_stored(error)
 
-    def _fall_back(self, ids: Sequence[int], begin: float, error: Exception) -> Prefill:
-        reason = f"{type(error).__name__}: {error}"
+    def _not_stored(self, error: Exception) -> None:
+        with self._lock:
+            self.counters["store_errors"] += 1
+        # As text: a handler that keeps records would keep the error, its frames and the pins in them.
+        log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
+
+    def _fall_back(
+        self, tokens: np.ndarray[Any, np.dtype[np.uint32]], options: RequestOptions, begin: float, reason: str
+    ) -> Prefill:
+        """The engine computes the whole prompt, whose documents are stored like those of any other."""
         log.warning("reuse failed, the engine computes the prompt: %s", reason)
         cache = DynamicCache()
         with self._lock:
-            logits = self.extend(cache, ids, 0)[-1]
+            logits = self.extend(cache, tokens.tolist(), 0)[-1]
         spent = (time.perf_counter() - begin) * 1e3
-        report = Report(len(ids), 0, 0, 0, 0, len(ids), spent, reason)
+        report = Report(len(tokens), 0, 0, 0, 0, len(tokens), spent, reason)
+        if options.store:
+            try:
+                with self.pipeline.prepare(tokens, replace(options, reuse=False)) as prepared:
+                    self._capture(prepared, cache)
+            except Exception as error:
+                self._not_stored(error)
         self._count(report)
         return Prefill(cache, logits, report)
 
