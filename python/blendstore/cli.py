@@ -1,11 +1,13 @@
 """The command ``blendstore``: show and check the configuration, run the benchmarks, tell the versions.
 
-Exit codes: 0 done, 1 a benchmark missed what was expected of it, 2 wrong use or wrong configuration.
+Exit codes: 0 done, 1 a benchmark missed what was expected of it, 2 wrong use or wrong configuration, 141 the reader of
+the output has gone (``| head``): what a shell reports for a program that the signal SIGPIPE ended.
 """
 
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,9 +28,40 @@ _BENCHES: Mapping[str, tuple[str, str]] = {
 _PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transformers")
 
 
+_READER_GONE = 128 + 13  # SIGPIPE
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; wrong flags leave by ``SystemExit(2)``, as argparse has it."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            _flush()
+    except (BrokenPipeError, SystemExit) as error:
+        # rich turns a broken pipe into SystemExit(1), which would pass for a benchmark's verdict.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        _discard_output()
+        return _READER_GONE
+
+
+def _flush() -> None:
+    """Write what is buffered now: at the interpreter's exit it would be too late to say why it failed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _discard_output() -> None:
+    """Whatever is still buffered, or written by the interpreter on its way out, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         args = _parser(_wanted_bench(arguments)).parse_args(arguments)
         code: int = args.run(args)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import types
@@ -156,3 +157,50 @@ def test_arguments_come_from_the_process_by_default(
     monkeypatch.setattr(sys, "argv", ["blendstore", "version"])
     assert cli.main() == 0
     assert "numpy" in capsys.readouterr().out
+
+
+MAIN = "import sys; from blendstore.cli import main; sys.exit(main())"
+TABLE = """
+import sys, types
+from blendstore import cli
+bench = types.ModuleType("bench")
+bench.add_arguments = lambda parser: None
+def run(args):
+    from blendstore.bench.report import print_table
+    print_table("t", [{"n": n} for n in range(2_000)], {"n": "n"})
+    return 0
+bench.run = run
+sys.modules["bench"] = bench
+cli._BENCHES = {"quality": ("bench", "help")}
+sys.exit(cli.main(["bench", "quality"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["config show", "config show --json", "version", "--help", "config check", pytest.param(TABLE, id="table")],
+)
+def test_a_reader_that_has_gone_is_no_error(arguments: str) -> None:
+    """``blendstore config show | head -1``: no traceback, and what the shell says of a program ended by SIGPIPE."""
+    command = ["-c", TABLE] if arguments == TABLE else ["-c", MAIN, *arguments.split()]
+    unread, output = os.pipe()
+    os.close(unread)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else argparse meets the error itself, and passes over it
+    done = subprocess.run(
+        [sys.executable, *command], check=False, stdout=output, stderr=subprocess.PIPE, text=True, env=buffered
+    )
+    os.close(output)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_broken_pipe_on_stderr_and_closed_streams_are_no_traceback() -> None:
+    unread, output = os.pipe()
+    os.close(unread)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "config", "show", "/nowhere"], check=False, stdout=subprocess.PIPE, stderr=output
+    )
+    os.close(output)
+    assert (done.returncode, done.stdout) == (141, b"")
+    shut = ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, "-c", MAIN, "version"]
+    done = subprocess.run(shut, check=False, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
