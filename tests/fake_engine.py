@@ -129,7 +129,7 @@ class FakeEngine:
         if turn is not None:
             q, k = turn.apply(q, positions), turn.apply(k, positions)
         out = attend(q, k, v, scale=self.head_dim**-0.5, softcap=self.softcap)
-        state = state + out.reshape(state.shape[0], -1) @ wo.T
+        state = state + self.sum_of_ranks(out.reshape(state.shape[0], -1) @ wo.T)
         return state + torch.tanh(state @ wm.T)
 
     def rows(self, state: Tensor, index: Tensor) -> Tensor:
@@ -140,7 +140,11 @@ class FakeEngine:
         return k[:count], v[:count]
 
     def all_reduce(self, scores: Tensor) -> Tensor:
-        return scores
+        return self.sum_of_ranks(scores)
+
+    def sum_of_ranks(self, part: Tensor) -> Tensor:
+        """One rank holds all heads."""
+        return part
 
     def prefill(self, ids: Tensor, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
         """K and V [n, kv_heads, dim] of every layer: a whole prompt at positions offset, offset + 1, …"""
