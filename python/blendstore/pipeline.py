@@ -52,6 +52,8 @@ class Prepared:
     leases: list[Lease]
     prefix_exact: bool
     """Nothing that the engine held was reused KV."""
+    reused: list[tuple[int, bytes]] = field(default_factory=list)
+    """(position, content id of the record) of each reused span, read while the lease is young."""
 
     @property
     def clean(self) -> int:
@@ -172,6 +174,10 @@ class Pipeline:
             prepared.plan = build_plan(
                 len(tokens), engine_prefix=engine_prefix, candidates=candidates, min_tokens=least
             )
+            for span in prepared.plan.spans:
+                if span.kind is SpanKind.REUSED:
+                    lease, index = prepared.where[span.chunk]
+                    prepared.reused.append((span.start, namespace.content_id(lease.tokens(index))))
         except BaseException:
             prepared.release()
             raise
@@ -240,19 +246,21 @@ class Pipeline:
             yield segment, bisect_right(ends, segment.start) < self._config.system_segments
 
     def _documents(self, prepared: Prepared) -> list[tuple[int, bytes]]:
-        """(position, content id of its first chunk) of the prompt's documents, as far as they are known."""
+        """(position, content id) of what later chains stand behind: the first chunk of each document, or every chunk
+        where the documents are unknown."""
         tokens, size = prepared.tokens, self._config.chunk_size
-        if _is_whole(prepared.segmentation):
-            groups = {span.group: span for span in reversed(prepared.plan.spans) if span.kind is SpanKind.REUSED}
-            parts = [(span.start, span.stop) for span in groups.values()]
-            parts += [(chain.start, min(chain.stop, chain.start + size)) for chain in self._chains(prepared)]
+        if not _is_whole(prepared.segmentation):
+            parts = [(part.start, part.stop) for part, system in self._parts(prepared.segmentation) if not system]
+            chunks = [(start, min(start + size, stop)) for start, stop in parts]
+            known = []
         else:
-            parts = [
-                (segment.start, min(segment.stop, segment.start + size))
-                for segment, system in self._parts(prepared.segmentation)
-                if not system
-            ]
-        return [(a, prepared.namespace.content_id(np.ascontiguousarray(tokens[a:b]))) for a, b in sorted(parts)]
+            parts = [(chain.start, chain.stop) for chain in self._chains(prepared)]
+            if not prepared.clean:
+                parts.append((0, prepared.plan.prefix))
+            chunks = [(at, min(at + size, stop)) for start, stop in parts for at in range(start, stop, size)]
+            known = prepared.reused
+        made = [(a, prepared.namespace.content_id(np.ascontiguousarray(tokens[a:b]))) for a, b in chunks]
+        return sorted([*made, *known])
 
     def _provenance(self, chain: _Chain, start: int, stop: int, clean: int) -> int | None:
         """Provenance of chunk [start, stop) of ``chain``, or None when it must not be stored."""

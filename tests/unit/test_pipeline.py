@@ -180,10 +180,38 @@ def test_known_runs_are_found_without_separators_at_any_offset() -> None:
     found = serve(line, concatenate([text(8, 11), B, C, A, text(9, 20)]))
     assert found.plan.reused == len(A) + len(B)
     assert provenances(line, C) == [BLENDED] * 4
-    behind = metas(line, C)[0]
-    assert behind is not None
-    assert len(behind.behind) == 2 * 32, "the new tokens at the front, and B"
     assert (REUSED, 20, 70) in shape(serve(line, concatenate([text(10, 20), C, text(11, 20)])))
+
+
+def content_ids(line: Pipeline, *chunks: Tokens) -> bytes:
+    return b"".join(line.namespace(OPTIONS).content_id(np.ascontiguousarray(chunk)) for chunk in chunks)
+
+
+def chunked(tokens: Tokens) -> list[Tokens]:
+    return [tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK)]
+
+
+def test_where_documents_are_unknown_a_record_lists_every_chunk_in_front_of_its_chain() -> None:
+    """So that deleting any document drops what was computed behind it; within a chain the parents say so."""
+    line = pipeline(separators=False)
+    serve(line, concatenate([text(7, CHUNK), A, B, QUESTION]))
+    # 20 new tokens, B but for its first 3, C new, A, and D new: C stands behind the new tokens and B, D behind all.
+    front, part, D = text(8, 20), B[3:], text(9, 40)
+    serve(line, concatenate([front, part, C, A, D]))
+    kept = chunked(concatenate([text(7, CHUNK), A, B, QUESTION]))
+    with_a, with_b = kept[1:4], kept[3:6]
+    first = [*chunked(front), *with_b]
+    for document, chunks in ((C, first), (D, [*first, *chunked(C), *with_a])):
+        found = metas(line, document)
+        assert [meta.provenance for meta in found if meta] == [BLENDED] * len(chunked(document))
+        assert all(meta.behind == content_ids(line, *chunks) for meta in found if meta)
+
+
+def test_what_an_engine_held_behind_reused_kv_is_listed_too() -> None:
+    line = pipeline(separators=False)
+    serve(line, concatenate([A, B, C]), engine_prefix=len(A), prefix_exact=False)
+    found = metas(line, concatenate([B, C]))
+    assert [meta.behind for meta in found if meta] == [content_ids(line, *chunked(A))] * 6
 
 
 def test_only_the_exact_lead_is_used_where_blending_is_off() -> None:
