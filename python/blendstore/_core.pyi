@@ -240,6 +240,10 @@ class Store:
         """Drop every chunk (of one namespace); returns how many. Pinned bytes stay readable until released."""
     def events(self, limit: int = 1024) -> tuple[list[Event], int]:
         """Oldest events not yet read, and how many were lost because nobody read them in time."""
+    @property
+    def arena(self) -> tuple[int, int]:
+        """Address and bytes of the memory that all records lie in, for registering it with a device; it stays where it is
+        for as long as the store or anything made from it lives."""
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges: chunks, bytes_used, bytes_capacity, bytes_pinned, leases, reservations, lookups, hits, misses,
         stored, replaced, evicted, aborted, rejected_full, expired_leases, matches, metadata_bytes."""

@@ -1,7 +1,5 @@
 """Records reach their rows, rotated to where they stand now; layer by layer or not, the same bytes."""
 
-import threading
-
 import pytest
 import torch
 
@@ -48,25 +46,6 @@ def test_layerwise_changes_no_bit() -> None:
     engine = FakeEngine(layers=7)
     made = scene(engine)
     assert torch.equal(*(filled(engine, made.plan, made.records, layerwise=on) for on in (False, True)))
-
-
-def test_layerwise_loads_one_layer_ahead_in_a_thread_of_its_own() -> None:
-    engine = FakeEngine()
-    made = scene(engine, documents=1)
-    seen: list[tuple[int, bool]] = []
-    loaded = threading.Event()
-
-    def on_layer(chunk: int, index: int) -> None:
-        seen.append((index, threading.current_thread() is threading.main_thread()))
-        if index == 1:
-            loaded.set()
-
-    made.records.on_layer = on_layer
-    kv = WorkingKV(engine, made.plan, made.records, layerwise=True)
-    kv.ready(0)
-    assert loaded.wait(10)
-    kv.close()
-    assert seen == [(0, True), (1, False)]
 
 
 def test_exact_rows_are_copied_bit_for_bit_and_layers_without_rotary_move_unrotated() -> None:

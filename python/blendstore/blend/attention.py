@@ -1,20 +1,26 @@
 """Attention of rows that carry their own positions: each row sees exactly the keys at positions up to its own.
 
-This is the reference in plain torch, and what a CPU uses. The keys of prompt position p are row p of ``k`` and ``v``,
-so a mask from positions replaces the bottom-right alignment that contiguous attention kernels assume.
+The keys of prompt position p are row p of ``k`` and ``v``, so a mask from positions replaces the bottom-right alignment
+that contiguous attention kernels assume. What is written out here in plain torch is the reference, and what a CPU uses;
+on a GPU the kernels of `triton_attention` do the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fused import attempt
+
 # Rows of a block: smaller ones follow the causal triangle more closely, larger ones are fewer calls.
 _BLOCK = 64
+# The same where positions aren't known on the host: every block reads all keys.
+_WIDE = 512
 # Masks up to this many elements are kept from layer to layer; larger ones are made again, one block at a time.
 _KEPT = 1 << 24
 
@@ -25,26 +31,32 @@ class RowAttention:
 
     ``hidden_keys`` [h] are positions that no row may see (tokens whose KV isn't there yet); their K and V must be
     finite. Rows are taken in blocks and a block only reads keys up to its last position, so the work follows the
-    causal triangle.
+    causal triangle. Positions are checked where they lie on a CPU; on a GPU that would make the host wait for it.
     """
 
     positions: Tensor
     nkeys: int
     hidden_keys: Tensor | None = None
     _causal: bool = field(init=False)
+    _unseen: Tensor | None = field(init=False, default=None)
     _blocks: list[tuple[slice, int, int]] = field(init=False)
     _masks: dict[tuple[int, int, int, int, int | None, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         n = self.positions.shape[0]
+        self._causal = self.hidden_keys is None and n == self.nkeys
+        if self.hidden_keys is not None:
+            self._unseen = torch.zeros(self.nkeys, dtype=torch.uint8, device=self.positions.device)
+            self._unseen.index_fill_(0, self.hidden_keys, 1)
+        if self.positions.device.type != "cpu":
+            self._blocks = [(slice(a, min(a + _WIDE, n)), 0, self.nkeys) for a in range(0, n, _WIDE)]
+            return
         spots = self.positions.tolist()
         ascending = all(a < b for a, b in pairwise(spots))
         if not ascending or (n and not 0 <= spots[0] <= spots[-1] < self.nkeys):
             raise ValueError(f"rows must be ascending positions within 0..{self.nkeys - 1}")
-        self._causal = self.hidden_keys is None and n == self.nkeys
-        step = _BLOCK if self.positions.device.type == "cpu" else max(n, 1)
-        stops = [min(a + step, n) for a in range(0, n, step)]
-        bounds = zip(range(0, n, step), stops, strict=True)
+        stops = [min(a + _BLOCK, n) for a in range(0, n, _BLOCK)]
+        bounds = zip(range(0, n, _BLOCK), stops, strict=True)
         self._blocks = [(slice(a, b), spots[a], spots[b - 1] + 1) for a, b in bounds]
 
     def __call__(
@@ -53,6 +65,51 @@ class RowAttention:
         """``q`` [n, heads, dim] against ``k``, ``v`` [nkeys, kv_heads, dim]; returns [n, heads, dim]."""
         if self._causal and softcap is None and (window is None or window >= self.nkeys):
             return _sdpa(q, k, v, None, scale)
+
+        def kernel() -> Tensor:
+            from .triton_attention import attend
+
+            return attend(q, k, v, self.positions, scale=scale, window=window, softcap=softcap, hidden=self._unseen)
+
+        return attempt("attention", q.device, kernel, lambda: self._plain(q, k, v, scale, window, softcap))
+
+    def scored(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, reduce: Literal["max", "mean"], into: Tensor,
+        window: int | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The same, and ``into`` [nkeys] float32 grows by the maximum or mean over the rows of the softmax weight of
+        each key, averaged over the heads: for few rows."""
+
+        def kernel() -> Tensor:
+            from .triton_attention import add_scores, attend
+
+            normaliser = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+            spots, hidden = self.positions, self._unseen
+            out = attend(
+                q, k, v, spots, scale=scale, window=window, softcap=softcap, hidden=hidden, normaliser=normaliser
+            )
+            add_scores(
+                q, k, spots, normaliser, into, scale=scale, reduce=reduce, window=window, softcap=softcap, hidden=hidden
+            )
+            return out
+
+        def plain() -> Tensor:
+            out, weights = self.weighted(q, k, v, scale=scale, window=window, softcap=softcap)
+            into.add_((weights.amax(1) if reduce == "max" else weights.mean(1)).mean(0))
+            return out
+
+        return attempt("scores", q.device, kernel, plain)
+
+    def weighted(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the softmax weights [heads, n, nkeys] float32, which are held in memory whole: for few rows."""
+        mask = self._mask(slice(0, q.shape[0]), 0, self.nkeys, window, torch.float32)
+        return _weighted(q, k, v, mask, scale, softcap)
+
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         out = torch.empty_like(q)
         for rows, first, stop in self._blocks:
             low = 0 if window is None else max(0, first + 1 - window)
@@ -62,13 +119,6 @@ class RowAttention:
             else:
                 out[rows] = _weighted(q[rows], k[low:stop], v[low:stop], mask, scale, softcap)[0]
         return out
-
-    def weighted(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same, and the softmax weights [heads, n, nkeys] float32, which are held in memory whole: for few rows."""
-        mask = self._mask(slice(0, q.shape[0]), 0, self.nkeys, window, torch.float32)
-        return _weighted(q, k, v, mask, scale, softcap)
 
     def _mask(self, rows: slice, low: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """What to add to the logits of ``rows`` [r] and keys ``low``..``stop``-1: zero, or -inf where a key isn't
@@ -82,8 +132,8 @@ class RowAttention:
         unseen = distance < 0
         if window is not None:
             unseen |= distance >= window
-        if self.hidden_keys is not None:
-            unseen[:, self.hidden_keys[(self.hidden_keys >= low) & (self.hidden_keys < stop)] - low] = True
+        if self._unseen is not None:
+            unseen |= self._unseen[low:stop].bool()
         mask = torch.zeros(unseen.shape, dtype=dtype, device=keys.device).masked_fill_(unseen, -torch.inf)
         if self.positions.shape[0] * self.nkeys <= _KEPT:
             self._masks[key] = mask

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Span
+from .fused import attempt
 from .rotary import RotaryTable
 
 
@@ -30,13 +31,16 @@ class DriftSettings:
 class DriftCorrection:
     """The correction of one prompt: ``spans`` are its reused spans, ``selected`` [n] int64 the recomputed positions
     (ascending), ``groups`` [n] int64 their documents, numbered 0..``documents``-1 as in ``numbers`` (group →
-    number)."""
+    number). ``documents`` [tokens] int32 has every token's document, or -1 where it isn't reused; the kernels want it,
+    and make it themselves when it isn't given."""
 
     settings: DriftSettings
     spans: Sequence[Span]
     selected: Tensor
     groups: Tensor
     numbers: dict[int, int]
+    documents: Tensor | None = None
+    _rows: tuple[Tensor, Tensor] | None = field(init=False, default=None)
     _weights: Tensor = field(init=False)
     _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(
         init=False, default_factory=dict
@@ -54,6 +58,26 @@ class DriftCorrection:
         ``fresh_k``, ``fresh_v`` [n, kv_heads, dim] belong to ``selected``."""
         if not self.selected.shape[0]:
             return
+        attempt(
+            "drift correction",
+            k.device,
+            lambda: self._fused(table, k, v, fresh_k, fresh_v),
+            lambda: self._plain(table, k, v, fresh_k, fresh_v),
+        )
+
+    def _fused(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
+        from .triton_rows import add, difference
+
+        if self._rows is None:
+            order = self.groups.sort(stable=True)
+            edges = torch.arange(len(self.numbers) + 1, device=k.device)
+            self._rows = order.indices, torch.searchsorted(order.values, edges)
+        if self.documents is None:
+            self.documents = documents_of(self.spans, self.numbers, k.shape[0], k.device)
+        total = difference(table, k, v, fresh_k, fresh_v, self.selected, *self._rows, k.shape[0])
+        add(table, k, v, self.documents, total * self._weights)
+
+    def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         drift_v = self._mean((fresh_v - v[self.selected]).float())
         drift_k = (fresh_k - k[self.selected]).float()
         if table is not None:
@@ -83,3 +107,11 @@ class DriftCorrection:
             spans = [(cos[s.start : s.stop], sin[s.start : s.stop]) for s in self.spans]
             found = self._angles[id(table)] = ((cos[self.selected], sin[self.selected]), spans)
         return found
+
+
+def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:
+    """[tokens] int32: the number of the document that each token of a reused span belongs to, -1 for all others."""
+    out = torch.full((tokens,), -1, dtype=torch.int32)
+    for span in spans:
+        out[span.start : span.stop] = numbers[span.group]
+    return out.to(device)

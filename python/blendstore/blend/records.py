@@ -20,12 +20,17 @@ class LeaseRecords:
         self._geometry, self._where = geometry, where
         self._views: dict[int, Tensor] = {}
 
-    def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
-        """K and V [ntokens, kv_heads, dim] of one layer of one chunk. Raises `LeaseExpired`."""
+    def record(self, chunk: int) -> Tensor:
+        """[layers, 2, ntokens, kv_heads, dim] of one chunk. Raises `LeaseExpired`."""
         view = self._views.get(chunk)
         if view is None:
             lease, at = self._where[chunk]
             view = self._views[chunk] = record_view(self._geometry, lease.buffer(at))
+        return view
+
+    def layer(self, chunk: int, index: int) -> tuple[Tensor, Tensor]:
+        """K and V [ntokens, kv_heads, dim] of one layer of one chunk. Raises `LeaseExpired`."""
+        view = self.record(chunk)
         return view[index, 0], view[index, 1]
 
     def scores(self, chunk: int) -> Tensor | None:

@@ -34,6 +34,7 @@ class RotaryTable:
     pairing: Pairing
     pairs: int
     scaling: float = field(init=False)
+    _kept: dict[torch.device, tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         cos, sin = self.lookup(torch.zeros(1, dtype=torch.int64))
@@ -50,6 +51,16 @@ class RotaryTable:
         """(cos, sin) [n, 1, pairs] float32 of the pure rotation at ``positions``, without the attention scaling."""
         cos, sin = self.lookup(positions)
         return (cos / self.scaling)[:, None], (sin / self.scaling)[:, None]
+
+    def kept(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [at least ``stop``, pairs] float32 of `angles` at positions 0, 1, … on ``device``; worked out
+        once, and again only for a longer prompt."""
+        found = self._kept.get(device)
+        if found is None or found[0].shape[0] < stop:
+            positions = torch.arange(1 << max(stop - 1, 4095).bit_length())
+            cos, sin = (t[:, 0].to(device, torch.float32).contiguous() for t in self.angles(positions))
+            found = self._kept[device] = (cos, sin)
+        return found
 
     def between(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [n, 1, pairs] float32 of the rotation from ``source`` to ``target`` positions [n]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..plan import BlendPlan, SpanKind
 from .attention import RowAttention
-from .drift import DriftCorrection, DriftSettings
+from .drift import DriftCorrection, DriftSettings, documents_of
 from .model import EngineModel
 from .selectors import Candidates, OptionValue, Reduce, SelectorSettings, make_selector
 from .transfer import RecordSource, WorkingKV
@@ -63,9 +64,7 @@ class BlendRunner:
         """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine."""
         if ids.shape != (plan.ntokens,):
             raise ValueError(f"plan of {plan.ntokens} tokens, but ids have shape {tuple(ids.shape)}")
-        # On a CPU a loading thread takes the cores that compute: measured slower in benches/bench_blend_cpu.py.
-        apart = settings.layerwise and self._model.geometry.device.type != "cpu"
-        kv = WorkingKV(self._model, plan, records, layerwise=apart)
+        kv = WorkingKV(self._model, plan, records, layerwise=settings.layerwise)
         try:
             run = _Run(self._model, ids, plan, records, kv)
             selected = run.candidates.positions[:0]
@@ -151,6 +150,8 @@ class _Run:
         self._device = model.geometry.device
         self._fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(self._device)
         self._spans = [s for s in plan.spans if s.kind is SpanKind.REUSED]
+        self._numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self._spans))}
+        self._documents = documents_of(self._spans, self._numbers, plan.ntokens, self._device)
         self._flow: _Flow | None = None
         self.candidates = self._gather(records)
 
@@ -164,17 +165,12 @@ class _Run:
     def attention(self, *, rows: int, reduce: Reduce, first_layer: int) -> Tensor:
         query, hidden = self._question(rows)
         flow = _Flow(self._model, self._ids, query, hidden if hidden.shape[0] else None)
-        total = torch.zeros(len(self.candidates), device=self._device)
-
-        def scored(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            out, weights = flow.attention.weighted(q, k, v, **how)
-            part = weights.amax(1) if reduce == "max" else weights.mean(1)
-            total.add_(part.mean(0)[self.candidates.positions])
-            return out
-
+        total = torch.zeros(self._plan.ntokens, device=self._device)
+        scored = partial(flow.attention.scored, reduce=reduce, into=total)
         while flow.layer < self.layers:
             flow.step(self._kv, attention=scored if flow.layer >= first_layer else None)
-        return self._model.all_reduce(total / max(1, self.layers - first_layer))
+        scores = total[self.candidates.positions] / max(1, self.layers - first_layer)
+        return self._model.all_reduce(scores)
 
     def deviation(self, layer: int) -> Tensor:
         if not 1 <= layer < self.layers:
@@ -206,10 +202,8 @@ class _Run:
         flow = self._flow
         correction = None
         if drift is not None and chosen.shape[0]:
-            numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self._spans))}
-            of_group = torch.tensor([numbers.get(g, 0) for g in range(max(numbers) + 1)], device=self._device)
-            groups = of_group[self.candidates.group]
-            correction = DriftCorrection(drift, self._spans, selected, groups, numbers)
+            groups = self._documents[selected].long()
+            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers, self._documents)
             where = torch.searchsorted(flow.positions, selected)
 
         while flow.layer < self.layers:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan import BlendPlan, Span, SpanKind
-from .model import EngineModel
+from .copies import CopyStream
+from .fused import attempt, usable
+from .model import EngineModel, Geometry
 from .rotary import RotaryTable
+
+# Copies are started this many layers ahead of the layer that is asked for.
+_AHEAD = 8
+# Layers of one copy: fewer calls against a later start.
+_TOGETHER = 2
 
 
 class RecordSource(Protocol):
@@ -24,68 +30,158 @@ class RecordSource(Protocol):
         """Per-token scores [ntokens] float32 kept with the chunk, or None."""
 
 
+@runtime_checkable
+class WholeRecords(Protocol):
+    """Records that lie in host memory as the engine wrote them, so that a device can copy them by itself."""
+
+    def record(self, chunk: int) -> Tensor:
+        """[layers, 2, ntokens, kv_heads, dim] in the engine's dtype, contiguous."""
+
+
+class Loader(Protocol):
+    """Fills the cached rows of the working KV."""
+
+    def load(self, index: int) -> None:
+        """Make layer ``index`` valid for what the caller's stream does next."""
+
+    def close(self) -> None:
+        """Afterwards the records may be released."""
+
+
 class WorkingKV:
     """K and V of every prompt token, [tokens, kv_heads, dim] a layer, in the engine's dtype on its device.
 
-    Layer i's cached rows are filled on the first ``ready(i)``, and its fresh rows are zero until they are written: a
-    masked key counts for nothing only while it is finite. With ``layerwise`` the rows of layer i+1 are brought in by
-    a thread of its own while layer i computes.
+    Layer i's cached rows are valid from the first ``ready(i)`` on, and its fresh rows are zero until they are written:
+    a masked key counts for nothing only while it is finite. Where the device copies by itself, ``layerwise`` brings
+    later layers in while earlier ones compute; otherwise all are there before the first.
     """
 
     def __init__(self, model: EngineModel, plan: BlendPlan, records: RecordSource, *, layerwise: bool) -> None:
         geometry = model.geometry
-        self._model, self._records, self._geometry = model, records, geometry
+        self._model, self._prefix = model, plan.prefix
         shape = (geometry.layers, 2, plan.ntokens, geometry.kv_heads, geometry.head_dim)
         self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
-        self._prefix = plan.prefix
-        self._fresh = [slice(s.start, s.stop) for s in plan.spans if s.kind is SpanKind.FRESH]
-        self._cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
-        self._rotations: dict[int, list[tuple[Span, Tensor, Tensor]]] = {}
-        for table in {id(t): t for t in geometry.rotary if t is not None}.values():
-            self._rotations[id(table)] = _rotations(table, self._cached, geometry.device)
-        self._loaded = [False] * geometry.layers
-        self._pool = ThreadPoolExecutor(1, "blendstore-load") if layerwise and self._cached else None
-        self._next: tuple[int, Future[None]] | None = None
+        fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(geometry.device)
+        self.data.index_fill_(2, fresh, 0)
+        cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
+        self._loader: Loader
+        if usable(geometry.device) and isinstance(records, WholeRecords):
+            self._loader = _Streamed(geometry, self.data, cached, records, layerwise=layerwise)
+        else:
+            self._loader = _Direct(geometry, self.data, cached, records)
+        self._ready = [False] * geometry.layers
 
     def ready(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of layer ``index``, cached rows in place."""
-        if not self._loaded[index]:
-            if self._next is not None and self._next[0] == index:
-                self._next[1].result()
-            else:
-                self._load(index)
-            self._loaded[index] = True
-            follower = index + 1
-            if self._pool is not None and follower < self._geometry.layers and not self._loaded[follower]:
-                self._next = (follower, self._pool.submit(self._load, follower))
-        return self.data[index, 0], self.data[index, 1]
-
-    def close(self) -> None:
-        """Wait for the loading thread; the records may be released afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-
-    def _load(self, index: int) -> None:
-        with torch.inference_mode():
-            k, v = self.data[index, 0], self.data[index, 1]
+        k, v = self.data[index, 0], self.data[index, 1]
+        if not self._ready[index]:
+            self._loader.load(index)
             if self._prefix:
                 k[: self._prefix], v[: self._prefix] = self._model.read_slots(index, self._prefix)
-            for rows in self._fresh:
-                self.data[index, :, rows].zero_()
-            table = self._geometry.rotary[index]
-            moved = self._rotations[id(table)] if table is not None else []
-            turns = {span.start: (cos, sin) for span, cos, sin in moved}
-            for span in self._cached:
-                rows = slice(span.row, span.row + span.stop - span.start)
-                source_k, source_v = (t[rows] for t in self._records.layer(span.chunk, index))
-                v[span.start : span.stop].copy_(source_v)
-                turn = turns.get(span.start)
-                if turn is None or table is None:
-                    k[span.start : span.stop].copy_(source_k)
-                else:
-                    cos, sin = turn
-                    table.rotate(source_k.to(k.device), cos, sin, out=k[span.start : span.stop])
+            self._ready[index] = True
+        return k, v
+
+    def close(self) -> None:
+        """Wait for what is under way; the records may be released afterwards."""
+        self._loader.close()
+
+
+class _Direct:
+    """Rows of one layer after the other, by the caller's stream: the reference, and what a CPU uses."""
+
+    def __init__(self, geometry: Geometry, data: Tensor, cached: Sequence[Span], records: RecordSource) -> None:
+        self._geometry, self._data, self._cached, self._records = geometry, data, cached, records
+        self._turns = {
+            id(table): {span.start: (cos, sin) for span, cos, sin in _rotations(table, cached, geometry.device)}
+            for table in _tables(geometry)
+        }
+
+    def load(self, index: int) -> None:
+        k, v = self._data[index, 0], self._data[index, 1]
+        table = self._geometry.rotary[index]
+        turns = {} if table is None else self._turns[id(table)]
+        for span in self._cached:
+            rows = slice(span.row, span.row + len(span))
+            source_k, source_v = (t[rows] for t in self._records.layer(span.chunk, index))
+            v[span.start : span.stop].copy_(source_v)
+            turn = turns.get(span.start)
+            if turn is None or table is None:
+                k[span.start : span.stop].copy_(source_k)
+            else:
+                table.rotate(source_k.to(k.device), *turn, out=k[span.start : span.stop])
+
+    def close(self) -> None:
+        pass
+
+
+class _Streamed:
+    """Copies that the device makes by itself, several layers ahead; keys are turned where they lie, in one launch a
+    layer."""
+
+    def __init__(
+        self, geometry: Geometry, data: Tensor, cached: Sequence[Span], records: WholeRecords, *, layerwise: bool
+    ) -> None:
+        self._geometry, self._data = geometry, data
+        self._ahead = _AHEAD if layerwise else geometry.layers
+        token = geometry.kv_heads * geometry.head_dim * geometry.dtype.itemsize
+        self._pitch = data.stride(1) * data.element_size()
+        self._held = {chunk: records.record(chunk) for chunk in {span.chunk for span in cached}}
+        # Target and source addresses in layer 0, the source's pitch, and the bytes of one piece.
+        self._pieces = [
+            (
+                data.data_ptr() + span.start * token,
+                self._held[span.chunk].data_ptr() + span.row * token,
+                self._held[span.chunk].shape[2] * token,
+                len(span) * token,
+            )
+            for span in cached
+        ]
+        moved = [span for span in cached if span.source != span.start]
+        places = _places(moved).to(torch.int32)
+        self._stop = int(places.max()) + 1 if moved else 0
+        self._rows, self._sources = places.to(geometry.device)
+        for table in _tables(geometry):
+            table.kept(max(self._stop, data.shape[2]), geometry.device)
+        self._copies = CopyStream(geometry.device)
+        self._marks: list[torch.cuda.Event | None] = []
+        self._started = 0
+
+    def load(self, index: int) -> None:
+        self._start(min(index + 1 + self._ahead, self._geometry.layers))
+        self._copies.wait(self._marks[index])
+        table = self._geometry.rotary[index]
+        if table is not None and self._stop:
+            k = self._data[index, 0]
+            attempt("rotation", k.device, lambda: self._turn(table, k), lambda: self._turn_plainly(table, k))
+
+    def close(self) -> None:
+        self._copies.finish()
+        self._held.clear()
+
+    def _start(self, stop: int) -> None:
+        """Start the copies of all layers below ``stop``."""
+        while self._started < stop:
+            first, count = self._started, min(_TOGETHER, self._geometry.layers - self._started)
+            for target, source, pitch, width in self._pieces:
+                self._copies.rows(
+                    target + 2 * first * self._pitch, self._pitch, source + 2 * first * pitch, pitch, width, 2 * count
+                )
+            self._marks += [self._copies.mark()] * count
+            self._started += count
+
+    def _turn(self, table: RotaryTable, k: Tensor) -> None:
+        from .triton_rows import turn
+
+        turn(table, k, self._rows, self._sources, self._stop)
+
+    def _turn_plainly(self, table: RotaryTable, k: Tensor) -> None:
+        rows, sources = self._rows.long(), self._sources.long()
+        cos, sin = (t.to(k.device) for t in table.between(sources, rows))
+        k[rows] = table.rotate(k[rows], cos, sin)
+
+
+def _tables(geometry: Geometry) -> list[RotaryTable]:
+    return list({id(t): t for t in geometry.rotary if t is not None}.values())
 
 
 def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) -> list[tuple[Span, Tensor, Tensor]]:
@@ -93,9 +189,14 @@ def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) 
     moved = [span for span in spans if span.source != span.start]
     if not moved:
         return []
-    source, target = (
-        torch.cat([torch.arange(at, at + len(span)) for span, at in zip(moved, starts, strict=True)])
-        for starts in ([span.source for span in moved], [span.start for span in moved])
-    )
+    target, source = _places(moved)
     cos, sin = (torch.split(t.to(device), [len(span) for span in moved]) for t in table.between(source, target))
     return list(zip(moved, cos, sin, strict=True))
+
+
+def _places(spans: Sequence[Span]) -> Tensor:
+    """[2, rows] int64: where the rows of ``spans`` stand, and where they were captured."""
+    starts = [span.start for span in spans], [span.source for span in spans]
+    lengths = torch.tensor([len(span) for span in spans], dtype=torch.int64)
+    within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return torch.tensor(starts, dtype=torch.int64).repeat_interleave(lengths, 1) + within

@@ -19,6 +19,11 @@ impl Arena {
         Mapping::new(len).map(Self)
     }
 
+    /// Start and bytes of the whole.
+    pub(crate) fn range(&self) -> (*const u8, usize) {
+        (self.0.base(), self.0.len())
+    }
+
     /// Start of `len` bytes at `offset` units.
     pub(crate) fn at(&self, offset: u32, len: usize) -> *mut u8 {
         let start = offset as usize * UNIT;

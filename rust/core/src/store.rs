@@ -258,6 +258,12 @@ impl Store {
             .take(limit)
     }
 
+    /// Start and bytes of the memory that all records lie in, for registering it with a device. It stays where it is for as
+    /// long as a handle, lease, view or reservation of this store lives.
+    pub fn arena(&self) -> (*const u8, usize) {
+        self.shared.arena.range()
+    }
+
     /// Counters and gauges now.
     pub fn stats(&self) -> Stats {
         let shared = &self.shared;

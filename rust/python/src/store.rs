@@ -183,6 +183,12 @@ impl Store {
         Ok((events.into_iter().map(Event).collect(), lost))
     }
 
+    #[getter]
+    fn arena(&self) -> (usize, usize) {
+        let (start, bytes) = self.0.arena();
+        (start.expose_provenance(), bytes)
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.0.stats());
         let dict = PyDict::new(py);

@@ -1,0 +1,50 @@
+"""Where the fused kernels run, and what happens where they can't: plain torch, one warning, a count.
+
+Everything that the kernels do has a reference in plain torch, which is what a CPU uses. The kernels (``triton_*.py``)
+are imported only where they run, so neither Triton nor a GPU is needed to import the blend core.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+log = logging.getLogger("blendstore.blend")
+T = TypeVar("T")
+
+fallbacks: Counter[str] = Counter()
+"""How often each operation ran in plain torch on a device that the kernels are for."""
+
+_broken: set[str] = set()
+
+
+def usable(device: torch.device) -> bool:
+    """Whether kernels run on ``device``: a CUDA device with Triton installed, or any device under its interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def attempt(what: str, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
+    """``kernel()`` where kernels are usable, otherwise ``plain()``.
+
+    A kernel that can't be compiled or launched is not tried again in this process: one warning, and a count in
+    `fallbacks` for every call since. It must not have changed anything before it fails."""
+    if not usable(device):
+        return plain()
+    if what not in _broken:
+        try:
+            return kernel()
+        except Exception as error:
+            _broken.add(what)
+            log.warning(
+                "%s runs in plain torch, its kernel failed on %s: %s", what, device, f"{type(error).__name__}: {error}"
+            )
+    fallbacks[what] += 1
+    return plain()

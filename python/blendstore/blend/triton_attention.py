@@ -1,0 +1,311 @@
+"""Attention of rows with positions of their own, as Triton kernels over the working KV as it lies.
+
+Flash style (Dao et al., arXiv 2205.14135): a block holds rows times the query heads of one KV head, so that each key is
+read once for its whole group. Its key loop ends at the largest position of its rows, and only key blocks that some row
+of it sees in part are masked. Where there are too few rows to fill the device, the keys are split between blocks whose
+parts are put together afterwards. Scores of keys are a second pass over few rows, with the normaliser that the first
+one has kept. All sums are float32 and in a fixed order: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A logit that is not seen: finite, so that differences of two such logits stay defined.
+_UNSEEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits in base 2."""
+    logits = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        # softcap * tanh(x / softcap), by the sigmoid.
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+    return logits * 1.4426950408889634
+
+
+@triton.jit
+def _over_keys(
+    out, top, total, q, position, K, V, HIDDEN, low, high, nkeys, stride_k, stride_v, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Take keys ``low``..``high``-1 into the running output, maximum and sum; ``low`` is a multiple of BN."""
+    column = tl.arange(0, BN)
+    lane = tl.arange(0, D)
+    for start in range(low, high, BN):
+        key = start + column
+        far = tl.cast(start, tl.int64)
+        k_at = K + far * stride_k + column[None, :] * stride_k + lane[:, None]
+        v_at = V + far * stride_v + column[:, None] * stride_v + lane[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
+        elif D != DIM:
+            k = tl.load(k_at, mask=(lane < DIM)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, _UNSEEN)
+        if HIDES:
+            hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
+            logits = tl.where((hidden == 0)[None, :], logits, _UNSEEN)
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.exp2(logits - higher[:, None])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(weight, 1)
+        out = out * keep[:, None]
+        if MASKED:
+            v = tl.load(v_at, mask=(key < nkeys)[:, None] & (lane < DIM)[None, :], other=0.0)
+        elif D != DIM:
+            v = tl.load(v_at, mask=(lane < DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        out = tl.dot(weight.to(v.dtype), v, out, input_precision=PRECISION)
+        top = higher
+    return out, top, total
+
+
+@triton.jit(do_not_specialize=["n", "nkeys", "window"])
+def _attend(
+    Q, K, V, POSITION, HIDDEN, OUT, NORMALISER, PART, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
+    stride_vh, stride_on, stride_oh, scale, softcap, window, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, KEEPS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    # The blocks with the most keys come first, so that the last ones to run are short.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    packed = block * BM + tl.arange(0, BM)
+    row = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    valid = row < n
+    lane = tl.arange(0, D)
+    # Rows behind the last one repeat it and aren't stored.
+    position = tl.load(POSITION + tl.minimum(row, n - 1)).to(tl.int32)
+    first = tl.load(POSITION + block * BM // GROUP).to(tl.int32)
+    last = tl.load(POSITION + tl.minimum((block * BM + BM - 1) // GROUP, n - 1)).to(tl.int32)
+    q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head[:, None] * stride_qh + lane[None, :]
+    q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
+
+    # Keys low..stop-1 are seen by some row, keys inner..outer-1 by all of them; all but stop are multiples of BN.
+    low = 0
+    stop = last + 1
+    inner = 0
+    outer = (first + 1) // BN * BN
+    if WINDOWED:
+        low = tl.maximum(first + 1 - window, 0) // BN * BN
+        inner = tl.minimum(tl.cdiv(tl.maximum(last + 1 - window, 0), BN) * BN, tl.cdiv(stop, BN) * BN)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(stop - low, SPLITS), BN) * BN
+        low += tl.program_id(2) * share
+        stop = tl.minimum(stop, low + share)
+        inner = tl.minimum(tl.maximum(inner, low), tl.cdiv(tl.maximum(stop, low), BN) * BN)
+        outer = tl.minimum(tl.maximum(outer, low), tl.maximum(stop, low) // BN * BN)
+
+    K += kv_head * stride_kh
+    V += kv_head * stride_vh
+    out = tl.zeros([BM, D], tl.float32)
+    top = tl.full([BM], _UNSEEN, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if WINDOWED:
+        out, top, total = _over_keys(
+            out, top, total, q, position, K, V, HIDDEN, low, tl.minimum(inner, stop), nkeys, stride_kn, stride_vn,
+            scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+        )  # fmt: skip
+    out, top, total = _over_keys(
+        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, low), outer, nkeys, stride_kn, stride_vn, scale,
+        softcap, window, False, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+    )  # fmt: skip
+    out, top, total = _over_keys(
+        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, outer), stop, nkeys, stride_kn, stride_vn, scale,
+        softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+    )  # fmt: skip
+
+    if SPLITS > 1:
+        # [splits, heads, n, D + 2]: output, maximum, sum.
+        spot = ((tl.program_id(2) * HEADS + head) * n + row).to(tl.int64) * (D + 2)
+        tl.store(PART + spot[:, None] + lane[None, :], out, mask=valid[:, None])
+        tl.store(PART + spot + D, top, mask=valid)
+        tl.store(PART + spot + D + 1, total, mask=valid)
+    else:
+        out = out / total[:, None]
+        o_at = OUT + row.to(tl.int64)[:, None] * stride_on + head[:, None] * stride_oh + lane[None, :]
+        tl.store(o_at, out.to(OUT.dtype.element_ty), mask=valid[:, None] & (lane < DIM)[None, :])
+        if KEEPS:
+            tl.store(NORMALISER + head * n + row, top + tl.log2(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _join(
+    PART, OUT, NORMALISER, n, stride_on, stride_oh, HEADS: tl.constexpr, KEEPS: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Put the parts of one row's head together."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    lane, split = tl.arange(0, D), tl.arange(0, PADDED)
+    spot = ((split * HEADS + head) * n + row).to(tl.int64) * (D + 2)
+    real = split < SPLITS
+    top = tl.load(PART + spot + D, mask=real, other=_UNSEEN)
+    total = tl.load(PART + spot + D + 1, mask=real, other=0.0)
+    out = tl.load(PART + spot[:, None] + lane[None, :], mask=real[:, None], other=0.0)
+    highest = tl.max(top, 0)
+    keep = tl.exp2(top - highest)
+    whole = tl.sum(total * keep, 0)
+    joined = tl.sum(out * keep[:, None], 0) / whole
+    o_at = OUT + row.to(tl.int64) * stride_on + head * stride_oh + lane
+    tl.store(o_at, joined.to(OUT.dtype.element_ty), mask=lane < DIM)
+    if KEEPS:
+        tl.store(NORMALISER + head * n + row, highest + tl.log2(whole))
+
+
+@triton.jit(do_not_specialize=["n", "nkeys", "window"])
+def _score(
+    Q, K, POSITION, HIDDEN, NORMALISER, INTO, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, scale, softcap,
+    window, share, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys' share of the attention: over the rows of a head the maximum or sum, then over the heads."""
+    start = tl.program_id(0) * BN
+    column, lane, line = tl.arange(0, BN), tl.arange(0, D), tl.arange(0, BM)
+    key = start + column
+    sum_of_heads = tl.zeros([BN], tl.float32)
+    for kv_head in range(HEADS // GROUP):
+        k_at = K + start.to(tl.int64) * stride_kn + kv_head * stride_kh + column[None, :] * stride_kn + lane[:, None]
+        k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            of_head = tl.zeros([BN], tl.float32)
+            for first in range(0, n, BM):
+                row = first + line
+                valid = row < n
+                position = tl.load(POSITION + row, mask=valid, other=-1).to(tl.int32)
+                q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head * stride_qh + lane[None, :]
+                q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
+                normaliser = tl.load(NORMALISER + head * n + row, mask=valid, other=0.0)
+                seen = key[None, :] <= position[:, None]
+                if WINDOWED:
+                    seen = seen & (key[None, :] > position[:, None] - window)
+                logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+                weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
+                of_head = tl.maximum(of_head, tl.max(weight, 0)) if MAXIMUM else of_head + tl.sum(weight, 0)
+            sum_of_heads += of_head
+    if HIDES:
+        hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
+        sum_of_heads = tl.where(hidden == 0, sum_of_heads, 0.0)
+    before = tl.load(INTO + key, mask=key < nkeys, other=0.0)
+    tl.store(INTO + key, before + sum_of_heads * share, mask=key < nkeys)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows times heads and keys of a block, warps, and stages of its pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, dim: int, itemsize: int) -> int:
+        """Shared memory that the block needs, about."""
+        return (self.rows + 2 * self.keys * self.stages) * dim * itemsize
+
+
+# Best first; the first that fits the device's shared memory is taken. Float32 has no tensor cores of full precision,
+# so its tiles are sized for registers.
+TILES: dict[str, list[Tile]] = {
+    "narrow": [Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
+    "wide": [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)],
+    "float32": [Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)],
+}
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Shared memory of a block in bytes, and multiprocessors; round figures under the interpreter."""
+    if device.type != "cuda":
+        return 1 << 16, 4
+    found: Any = torch.cuda.get_device_properties(device)
+    return found.shared_memory_per_block_optin, found.multi_processor_count
+
+
+def tile(dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile for a padded head size."""
+    kind = "float32" if dtype == torch.float32 else "narrow" if dim <= 64 else "wide"
+    room = _device(device)[0]
+    fitting = [t for t in TILES[kind] if t.shared_bytes(dim, dtype.itemsize) <= room]
+    return fitting[0] if fitting else TILES[kind][-1]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int | None = None,
+    softcap: float | None = None, hidden: Tensor | None = None, normaliser: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of ``q`` [n, heads, dim] at ascending ``positions`` [n] over ``k``, ``v`` [nkeys, kv_heads, dim].
+
+    ``hidden`` [nkeys] uint8 is not zero where no row may look. ``normaliser`` [heads, n] float32 is filled with the
+    base-2 logarithm of each row's sum of exponentials. Returns [n, heads, dim]."""
+    n, heads, dim = q.shape
+    nkeys, kv_heads, _ = k.shape
+    out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
+    if not n:
+        return out
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    padded = max(16, triton.next_power_of_2(dim))
+    shape = tile(padded, q.dtype, q.device)
+    blocks = triton.cdiv(n * (heads // kv_heads), shape.rows) * kv_heads
+    splits = _splits(blocks, nkeys, shape.keys, q.device)
+    part = torch.empty((splits, heads, n, padded + 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    _attend[(blocks // kv_heads, kv_heads, splits)](
+        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0, window or 0,
+        HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
+        HIDES=hidden is not None, SOFTCAP=softcap is not None, KEEPS=normaliser is not None, SPLITS=splits,
+        PRECISION="ieee", BM=shape.rows, BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps,
+        num_stages=shape.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(n, heads)](
+            part, out, normaliser, n, out.stride(0), out.stride(1), HEADS=heads, KEEPS=normaliser is not None,
+            SPLITS=splits, PADDED=triton.next_power_of_2(splits), D=padded, DIM=dim, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _splits(blocks: int, nkeys: int, keys: int, device: torch.device) -> int:
+    """Parts that the keys are cut in: a power of two, so that few variants are compiled, with some key blocks each."""
+    wanted = min(2 * _device(device)[1] // blocks, nkeys // (4 * keys), 32)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def add_scores(
+    q: Tensor, k: Tensor, positions: Tensor, normaliser: Tensor, into: Tensor, *, scale: float,
+    reduce: Literal["max", "mean"], window: int | None = None, softcap: float | None = None,
+    hidden: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add to ``into`` [nkeys] float32 the maximum or mean over the rows of the softmax weights, averaged over heads."""
+    n, heads, dim = q.shape
+    nkeys, kv_heads, _ = k.shape
+    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    padded = max(16, triton.next_power_of_2(dim))
+    rows = 32 if n > 16 else 16
+    keys = 32 if q.dtype == torch.float32 or padded > 128 else 64
+    _score[(triton.cdiv(nkeys, keys),)](
+        q, k, positions, hidden, normaliser, into, n, nkeys, q.stride(0), q.stride(1), k.stride(0), k.stride(1), scale,
+        softcap or 0.0, window or 0, 1.0 / (heads if reduce == "max" else heads * n), HEADS=heads,
+        GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys, HIDES=hidden is not None,
+        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", PRECISION="ieee", BM=rows, BN=keys, D=padded, DIM=dim,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""The row kernels, and what the blend core does with them, against plain torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blendstore.blend import BlendRunner, BlendSettings, fused, triton_attention, triton_rows
+from blendstore.blend.copies import CopyStream
+from blendstore.blend.drift import DriftCorrection, DriftSettings
+from blendstore.blend.runner import BlendResult
+from blendstore.blend.transfer import WorkingKV
+from blendstore.plan import BlendPlan, Span, SpanKind
+from tests.fake_engine import FakeEngine, FakeRecords, Rope, random_ids, rope, scene
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, TOLERANCE, draw
+from tests.kernels.check_attention import TILES
+
+ROPES = [rope(8), rope(4, 500.0, "interleaved", 1.25), rope(6, 300.0), rope(8, pairing="interleaved")]
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if INTERPRETED:
+        monkeypatch.setattr(triton_attention, "TILES", TILES)
+        monkeypatch.setattr(triton_rows, "SPLITS", 2)
+    fused.fallbacks.clear()
+    yield
+    assert not fused.fallbacks
+
+
+class Device(FakeEngine):
+    """The engine on the kernels' device; scenes and records are made by its twin on the CPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.embedding = self.embedding.to(DEVICE)
+        self.weights = [tuple(w.to(DEVICE) for w in layer) for layer in self.weights]  # type: ignore[misc]
+        self._ropes = [None if r is None else replace(r, frequencies=r.frequencies.to(DEVICE)) for r in self._ropes]
+        self.geometry = replace(self.geometry, device=DEVICE)
+
+
+@dataclass
+class Records(FakeRecords):
+    """Records as the store has them: one tensor a chunk in host memory."""
+
+    def __post_init__(self) -> None:
+        self.whole = [torch.stack([torch.stack(pair) for pair in chunk]).contiguous() for chunk in self.chunks]
+
+    def record(self, chunk: int) -> Tensor:
+        return self.whole[chunk]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turn", ROPES)
+def test_keys_turn_to_their_new_positions(turn: Rope, dtype: torch.dtype) -> None:
+    """The same bits as `RotaryTable.rotate`, but for the last one."""
+    table = turn.table()
+    k = draw(60, 2, 16, seed=1, dtype=dtype)
+    rows = torch.tensor([*range(3, 30), 41, 42, 59], dtype=torch.int32, device=DEVICE)
+    sources = (rows + 100) % 77
+    cos, sin = (t.to(DEVICE) for t in table.between(sources.long().cpu(), rows.long().cpu()))
+    wanted = k.clone()
+    wanted[rows.long()] = table.rotate(k[rows.long()], cos, sin)
+    triton_rows.turn(table, k, rows, sources, 100)
+    torch.testing.assert_close(k, wanted, rtol=1e-3 if dtype != torch.float32 else 0, atol=TOLERANCE[dtype] / 4)
+
+
+@pytest.mark.parametrize(
+    ("turn", "dtype"),
+    [*((turn, torch.float32) for turn in [None, *ROPES]), *((ROPES[0], dtype) for dtype in DTYPES[1:])],
+)
+def test_drift_correction(turn: Rope | None, dtype: torch.dtype) -> None:
+    """Documents in any order of numbers, of one row and of many, with rows between that belong to none."""
+    spans = [
+        Span(SpanKind.REUSED, 4, 44, 0, 0, 50, 7, 4),
+        Span(SpanKind.REUSED, 50, 60, 1, 0, 80, 7, 4),
+        Span(SpanKind.REUSED, 60, 75, 2, 0, 9, 3, 60),
+        Span(SpanKind.REUSED, 80, 90, 3, 0, 9, 9, 80),
+    ]
+    numbers = {7: 2, 3: 0, 9: 1}
+    positions = torch.tensor([*range(5, 40), 52, 55, 61])
+    groups = torch.tensor([2] * 37 + [0])
+    k, v = draw(100, 2, 16, seed=1, dtype=dtype), draw(100, 2, 16, seed=2, dtype=dtype)
+    fresh = [draw(38, 2, 16, seed=s, dtype=dtype) for s in (3, 4)]
+    made = DriftCorrection(DriftSettings(), spans, positions.to(DEVICE), groups.to(DEVICE), numbers)
+    table = None if turn is None else turn.table()
+    for _ in range(1 if INTERPRETED else 2):
+        found, wanted = (k.clone(), v.clone()), (k.clone(), v.clone())
+        made.apply(table, *found, *fresh)
+        made._plain(table, *wanted, *fresh)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE[dtype] / 2)
+    untouched = [*range(4), *range(44, 50), *range(75, 100)]
+    assert torch.equal(found[0][untouched], k[untouched])
+    assert torch.equal(found[1][untouched], v[untouched])
+    assert not torch.equal(found[1][60:75], v[60:75])
+
+
+def test_copies_are_strided_on_both_sides() -> None:
+    source = torch.arange(6 * 10 * 4, dtype=torch.int32).view(6, 10, 4)
+    target = torch.full((6, 8, 4), -1, dtype=torch.int32, device=DEVICE)
+    copies = CopyStream(DEVICE)
+    copies.rows(target.data_ptr() + 2 * 16, 8 * 16, source.data_ptr() + 3 * 16, 10 * 16, 5 * 16, 6)
+    copies.wait(copies.mark())
+    assert torch.equal(target[:, 2:7].cpu(), source[:, 3:8])
+    copies.finish()
+    assert bool((target[:, :2] == -1).all()) and bool((target[:, 7:] == -1).all())
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_streamed_rows_are_those_of_the_reference(layerwise: bool) -> None:
+    """Exact rows bit for bit, moved ones turned, fresh ones zero, the engine's own prefix from its slots; spans that
+    begin inside their record, and an uneven number of layers."""
+    shape: dict[str, Any] = {"layers": 3, "ropes": (rope(8), rope(4, 500.0, "interleaved"), None)}
+    twin, engine = FakeEngine(**shape), Device(**shape)
+    made = scene(twin, prefix=True)
+    engine.held = [(k.to(DEVICE), v.to(DEVICE)) for k, v in twin.held]
+    plan = BlendPlan(made.ids.shape[0], tuple(
+        Span(SpanKind.EXACT, s.start, s.stop, s.chunk, s.row, s.start, s.group, s.group_start) if s.chunk == 1 else s
+        for s in made.plan.spans
+    ))  # fmt: skip
+    data = []
+    for records in (Records(made.records.chunks), made.records):
+        kv = WorkingKV(engine, plan, records, layerwise=layerwise)
+        for index in range(engine.layers):
+            kv.ready(index)
+        kv.close()
+        data.append(kv.data)
+    torch.testing.assert_close(data[0], data[1], rtol=0, atol=1e-6)
+    exact = next(s for s in plan.spans if s.kind is SpanKind.EXACT)
+    assert torch.equal(data[0][:, :, exact.start : exact.stop], data[1][:, :, exact.start : exact.stop])
+
+
+def run(
+    engine: FakeEngine, selector: str, ratio: float, records: FakeRecords, ids: Tensor, plan: BlendPlan
+) -> BlendResult:
+    return BlendRunner(engine).run(ids.to(DEVICE), plan, records, BlendSettings(selector, (ratio,)))
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("selector", ["query", "deviation"])
+def test_whole_runs_pick_and_compute_the_same(
+    selector: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways of a whole run, windows and holes included: the same tokens are recomputed, and the KV is the same."""
+    shape: dict[str, Any] = {
+        "layers": 3, "windows": (None, 30), "ropes": (rope(8), rope(8, 300.0)), "softcap": softcap, "heads": 2,
+        "kv_heads": 1,
+    }  # fmt: skip
+    engine, made = Device(**shape), scene(FakeEngine(**shape), documents=2, length=20)
+    found = run(engine, selector, 0.2, Records(made.records.chunks), made.ids, made.plan)
+    monkeypatch.setattr(fused, "usable", lambda device: False)
+    monkeypatch.setattr("blendstore.blend.transfer.usable", lambda device: False)
+    wanted = run(engine, selector, 0.2, made.records, made.ids, made.plan)
+    assert torch.equal(found.selected, wanted.selected)
+    assert found.recomputed
+    torch.testing.assert_close(found.kv, wanted.kv, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=1e-5)
+
+
+def test_a_kernel_that_fails_is_replaced_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fused, "_broken", set())
+    calls = []
+
+    def kernel() -> int:
+        calls.append(1)
+        raise RuntimeError("no C compiler")
+
+    assert [fused.attempt("turning", DEVICE, kernel, lambda: 7) for _ in range(3)] == [7, 7, 7]
+    assert len(calls) == 1 and fused.fallbacks["turning"] == 3
+    assert [r.message for r in caplog.records if "no C compiler" in r.message] != []
+    assert len(caplog.records) == 1
+    fused.fallbacks.clear()
+
+
+def test_records_of_another_kind_go_the_plain_way() -> None:
+    twin, engine = FakeEngine(), Device()
+    ids = random_ids(20, 1)
+    plan = BlendPlan(28, (Span(SpanKind.REUSED, 0, 20, 0, 0, 3, 0, 0), Span(SpanKind.FRESH, 20, 28)))
+    kv = WorkingKV(engine, plan, FakeRecords([twin.prefill(ids, 3)]), layerwise=True)
+    k, _ = kv.ready(0)
+    kv.close()
+    torch.testing.assert_close(k[:20].cpu(), twin.prefill(ids)[0][0], rtol=0, atol=1e-5)
