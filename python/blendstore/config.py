@@ -109,6 +109,13 @@ class Config:
         "in_context", one_of({s: s for s in ("in_context", "isolated")}), "which computed documents are stored"
     )
 
+    blend_budget_ms: float = _key(
+        2000.0, number(0), "milliseconds that one blend may hold a serving engine's scheduler; 0 is no limit"
+    )
+    require_blending: bool = _key(
+        False, switch(), "a serving engine fails to start where blending is refused, instead of going on without"
+    )
+
     system_segments: int = _key(
         1, whole(0), "leading parts of a prompt that are no documents; 0 when prompts begin with a document"
     )

@@ -99,6 +99,17 @@ class Capture:
                     start, stop = reservation.bounds(index)
                     yield Writable(reservation, index, offset + start, offset + stop)
 
+    def limit(self, stop: int) -> None:
+        """Give up the chunks that reach behind token ``stop``: their KV isn't at hand."""
+        self.reservations = [
+            (
+                reservation,
+                bytes(bit and offset + reservation.bounds(index)[1] <= stop for index, bit in enumerate(mask)),
+                offset,
+            )
+            for reservation, mask, offset in self.reservations
+        ]
+
     def commit(self) -> int:
         """Publish everything; returns the number of chunks."""
         return sum(reservation.commit(mask) for reservation, mask, _ in self.reservations)

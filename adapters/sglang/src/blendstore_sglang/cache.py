@@ -1,0 +1,281 @@
+"""The engine's radix tree with the store behind it: what `Serving` finds is put into the tree before a prompt is
+computed, and a computed prompt is kept afterwards.
+
+Where nothing is reused from another context the tree is the engine's own. A prompt that is blended goes under an extra
+key of its own kind (selector, ratio and all that changes the KV), so that it is found by prompts that asked for the same
+and by no others. Its leading tokens that the engine holds bit for bit are copied there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from torch import Tensor
+
+from blendstore.options import OptionError, RequestOptions
+from blendstore.pipeline import Prepared
+from blendstore.serving import Served, read_options, salted, signature
+
+from .serve import Outlook, Serving, Tenant, Tokens
+from .versions import Version
+
+log = logging.getLogger("blendstore.sglang")
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of one request; kept on it, so that it goes when the request goes. Holds no pins."""
+
+    tenant: Tenant
+    exact_key: str | None
+    blend_key: str | None
+    """None when this request isn't blended."""
+    tokens: Tokens
+    passive: bool = False
+    """The prompt is more than its tokens, or its options are wrong: leave it alone."""
+    seen: tuple[int, ...] = ()
+    """What the outlook was made from."""
+    outlook: Outlook | None = None
+    done: Prepared | None = None
+    """What the prompt's KV is made of; None until it is known."""
+    settled: bool = False
+    """The prompt has been computed once: a retracted request goes on under the same key."""
+    kept: bool = False
+
+
+class BlendingCache:
+    """Goes in front of the engine's tree class; ``serving`` and ``version`` are set when the tree is made."""
+
+    serving: Serving
+    version: Version
+
+    def match_prefix(self, params: Any) -> Any:
+        """The engine's match; with a request, the KV that can be put behind it counts as hits on the host."""
+        request = params.req
+        if request is None or self.disable or not len(params.key):  # type: ignore[attr-defined]
+            return super().match_prefix(params)  # type: ignore[misc]
+        self.serving.streams.poll()
+        progress = self._progress(request)
+        if progress.passive:
+            return super().match_prefix(params)  # type: ignore[misc]
+        exact = self._match(params, progress.exact_key)
+        blended = None if progress.blend_key is None else self._match(params, progress.blend_key)
+        chosen = self._choose(request, progress, params.key, exact, blended)
+        if progress.outlook is None:
+            return chosen
+        return chosen._replace(host_hit_length=progress.outlook.target - self.version.held(chosen))
+
+    def init_load_back(self, params: Any) -> Any:
+        """Put the KV that `match_prefix` promised into the tree: all of it, or none."""
+        request = params.req
+        progress = getattr(request, "_blendstore", None)
+        if progress is None or progress.outlook is None:
+            return self.version.loaded(self._no_slots()), request.last_node
+        target, progress.outlook = progress.outlook.target, None
+        try:
+            found = self._fill(request, progress, target)
+        except Exception as error:
+            self.serving.metrics.event("fallback")
+            log.warning("reuse failed, the engine computes the prompt: %s", f"{type(error).__name__}: {error}")
+            found = None
+        if found is None:
+            progress.done = None
+            return self.version.loaded(self._no_slots()), request.last_node
+        return found
+
+    def prompt_complete(self, request: Any) -> None:
+        """The tree holds the whole prompt of this request: keep what the store lacks."""
+        progress = getattr(request, "_blendstore", None)
+        if progress is None or progress.passive or progress.kept:
+            return
+        progress.kept = progress.settled = True
+        key = self.version.radix_key_of(request, progress.tokens)
+        match = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
+        held = self.version.held(match)
+        done, tenant = progress.done, progress.tenant
+        progress.done = progress.outlook = None
+        if done is None:
+            done = self._computed(request, progress)
+        if not tenant.options.store or not held:
+            return
+        slots = self.version.slots(self, match)
+        if not self.serving.streams.asynchronous:
+            self.serving.keep(done, tenant, slots, lambda: None)
+            return
+        lock = self.inc_lock_ref(match.last_device_node)  # type: ignore[attr-defined]
+        node, root = match.last_device_node, self._epoch_of_tree()
+
+        def unlock() -> None:
+            if root == self._epoch_of_tree():
+                self.dec_lock_ref(node, lock.to_dec_params())  # type: ignore[attr-defined]
+
+        self.serving.keep(done, tenant, slots, unlock)
+
+    def evict(self, params: Any) -> Any:
+        """The engine's; slots that are being copied out are waited for when others are not enough."""
+        serving = getattr(self, "serving", None)
+        if serving is not None:
+            serving.streams.poll(wait=params.num_tokens > self.evictable_size())  # type: ignore[attr-defined]
+        return super().evict(params)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        """The engine's (/flush_cache): the tree is emptied, the store keeps its records."""
+        serving = getattr(self, "serving", None)
+        if serving is not None:
+            serving.streams.poll(wait=True)
+        super().reset()  # type: ignore[misc]
+        self._tree_epoch = self._epoch_of_tree() + 1
+
+    # What follows is this class's own.
+
+    def _epoch_of_tree(self) -> int:
+        return getattr(self, "_tree_epoch", 0)
+
+    def _no_slots(self) -> Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.device)  # type: ignore[attr-defined]
+
+    def _match(self, params: Any, extra_key: str | None) -> Any:
+        return super().match_prefix(replace(params, key=self.version.radix_key(params.key, extra_key)))  # type: ignore[misc]
+
+    def _progress(self, request: Any) -> Progress:
+        progress: Progress | None = getattr(request, "_blendstore", None)
+        if progress is None:
+            progress = request._blendstore = self._first_sight(request)
+        return progress
+
+    def _first_sight(self, request: Any) -> Progress:
+        serving, key = self.serving, request.extra_key
+        tokens = np.asarray(request.origin_input_ids, dtype=np.int64).astype(np.uint32)
+        passive = request.multimodal_inputs is not None or request.input_embeds is not None
+        passive = passive or request.positional_embed_overrides is not None
+        try:
+            options = read_options(request.sampling_params.custom_params)
+        except OptionError as error:
+            serving.metrics.event("wrong_options")
+            log.warning("request %s is served without blendstore: %s", request.rid, error)
+            return Progress(Tenant(request.rid, RequestOptions(reuse=False, store=False)), key, None, tokens, True)
+        if options.tenant_salt is not None:
+            # The engine's tree must separate these tenants too.
+            told = hashlib.blake2b(options.tenant_salt.encode(), digest_size=16).hexdigest()
+            key = f"{key or ''}\x1ftenant:{told}"
+        options = salted(serving.config, options, *self.version.salts(request), request.extra_key or "")
+        tenant = Tenant(request.rid, options, request.lora_id or "")
+        blend_key = None
+        if serving.blends(tenant):
+            blend_key = f"{key or ''}\x1fblend:{signature(serving.settings(tenant))}"
+        return Progress(tenant, key, blend_key, tokens, passive)
+
+    def _choose(self, request: Any, progress: Progress, key: Any, exact: Any, blended: Any) -> Any:
+        """The match to go on from, its key put on the request; sets the outlook when there is something to fill."""
+        serving, version = self.serving, self.version
+        held = version.held(exact)
+        held_blended = -1 if blended is None else version.held(blended)
+        size = self.page_size  # type: ignore[attr-defined]
+        limit = min(len(key), len(progress.tokens) - 1) // size * size
+        if progress.settled:  # retracted: go on under the key that it was computed under
+            if request.extra_key == progress.blend_key:
+                held = -1
+            else:
+                held_blended, blended = -1, None
+        seen = (held, held_blended, limit, serving.epoch)
+        if progress.seen != seen:
+            progress.outlook, progress.done = None, None
+            progress.seen = seen
+            if max(held, held_blended) < limit and progress.tenant.options.reuse:
+                self._look(progress, held, held_blended, limit)
+        outlook = progress.outlook
+        blend = held_blended > held or (outlook is not None and outlook.blended)
+        request.extra_key = progress.blend_key if blend else progress.exact_key
+        return blended if blend else exact
+
+    def _look(self, progress: Progress, held: int, held_blended: int, limit: int) -> None:
+        serving, tenant, tokens = self.serving, progress.tenant, progress.tokens
+        try:
+            prefix, exact = max(held, held_blended, 0), held >= held_blended
+            outlook = serving.look(
+                tokens, tenant, held=prefix, exact=exact, limit=limit, blend=progress.blend_key is not None
+            )
+            outlook.prepared.release()
+        except Exception as error:
+            serving.metrics.event("fallback")
+            log.warning("looking a prompt up failed: %s", f"{type(error).__name__}: {error}")
+            return
+        blend = outlook.blended or not exact
+        if outlook.target > max(held_blended if blend else held, 0):
+            progress.outlook = outlook
+        elif outlook.cut:
+            serving.metrics.event("over_budget")
+
+    def _fill(self, request: Any, progress: Progress, target: int) -> Any:
+        """Returns what `init_load_back` returns, or None when the engine has to compute the prompt."""
+        serving, version, tenant = self.serving, self.version, progress.tenant
+        key = version.radix_key_of(request, progress.tokens[:target])
+        start = version.held(super().match_prefix(MatchPrefixParams(key=key)))  # type: ignore[misc]
+        slots = self._take(target - start)
+        if slots is None:
+            serving.metrics.event("no_slots")
+            return None
+        outlook: Outlook | None = None
+        try:
+            # Evicting may have taken what was held before.
+            own = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
+            exact_key = version.radix_key(key, progress.exact_key)
+            exact = super().match_prefix(MatchPrefixParams(key=exact_key))  # type: ignore[misc]
+            mine, held = version.slots(self, own), version.slots(self, exact)
+            clean = request.extra_key == progress.exact_key or not len(mine)
+            prefix = torch.cat([mine, held[len(mine) :]]) if request.extra_key != progress.exact_key else mine
+            prefix = prefix[: min(len(prefix), target)]
+            outlook = serving.look(
+                progress.tokens,
+                tenant,
+                held=len(prefix),
+                exact=clean,
+                limit=target,
+                blend=progress.blend_key is not None,
+            )
+            marked = request.extra_key == progress.blend_key
+            if len(mine) != start or outlook.target != target or (outlook.blended and not marked):
+                serving.metrics.event("gone")
+                self._give(slots)
+                return None
+            serving.fill(outlook, tenant, prefix.long(), slots.long(), start)
+        except BaseException:
+            self._give(slots)
+            raise
+        finally:
+            if outlook is not None:
+                outlook.prepared.release()
+        value = torch.cat([mine.long(), slots.long()])
+        self.insert(InsertParams(key=key, value=value, prev_prefix_len=start))  # type: ignore[attr-defined]
+        node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node  # type: ignore[misc]
+        progress.done = replace(outlook.prepared, where=[], leases=[])
+        return version.loaded(slots), node
+
+    def _take(self, count: int) -> Tensor | None:
+        """Slots for ``count`` tokens, evicting when there are too few."""
+        allocator = self.token_to_kv_pool_allocator  # type: ignore[attr-defined]
+        short = count - allocator.available_size()
+        if short > 0:
+            self.evict(EvictParams(num_tokens=short))
+        slots: Tensor | None = allocator.alloc(count)
+        return slots
+
+    def _give(self, slots: Tensor) -> None:
+        self.token_to_kv_pool_allocator.free(slots)  # type: ignore[attr-defined]
+
+    def _computed(self, request: Any, progress: Progress) -> Prepared:
+        """A prompt that the engine computed behind whatever it held."""
+        serving, tenant = self.serving, progress.tenant
+        options = replace(tenant.options, reuse=False)
+        held = min(int(request.cached_tokens), len(progress.tokens) - 1)
+        exact = request.extra_key == progress.exact_key
+        done = serving.pipeline(tenant.lora).prepare(progress.tokens, options, engine_prefix=held, prefix_exact=exact)
+        n = len(progress.tokens)
+        serving.metrics.served(Served(tenant.name, n, held, 0, 0, 0, n - held, 0.0))
+        return done

@@ -1,0 +1,243 @@
+"""What one rank does for a prompt between the engine's tree and the store: look up, plan, restore or blend, keep.
+
+Knows tokens, slots of the engine's KV pool, the pipeline and the runner; knows neither trees nor requests. Everything
+here runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blendstore import Namespace, Store
+from blendstore.blend import BlendRunner, BlendSettings, Geometry
+from blendstore.blend.records import LeaseRecords, record_view, restore
+from blendstore.budget import TAIL, Budget, computed_from, head, rows
+from blendstore.config import Config
+from blendstore.identity import ModelIdentity, namespace
+from blendstore.metrics import ServingMetrics
+from blendstore.options import RequestOptions
+from blendstore.pipeline import Pipeline, Prepared
+from blendstore.plan import BlendPlan, SpanKind
+from blendstore.segments import SeparatorSegmenter
+from blendstore.serving import Served, describe, settings
+
+from .model import SGLangModel
+from .streams import Streams
+
+log = logging.getLogger("blendstore.sglang")
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose prompt it is and what it asked for; fixed for a request."""
+
+    name: str
+    options: RequestOptions
+    lora: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a prompt would get now: KV of the tokens up to ``target``."""
+
+    prepared: Prepared
+    """The whole prompt; its plan says what is cached and used."""
+    run: BlendPlan | None
+    """The leading part that goes through the runner, or None: exact records are copied and nothing is computed."""
+    target: int
+    blended: bool
+    """Some of that KV was captured in another context."""
+    cut: int = 0
+    """Cached tokens that are given up to stay within the budget."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """One rank's store and runner."""
+
+    config: Config
+    geometry: Geometry
+    model: SGLangModel | None
+    """None where blending is off or refused."""
+    pool: Any
+    store: Store
+    identity: ModelIdentity
+    separators: SeparatorSegmenter | None
+    metrics: ServingMetrics
+    page_size: int
+    streams: Streams
+    epoch: int = 0
+    """Grows when records were published: what was planned before may be out of date."""
+    budget: Budget = field(init=False)
+    _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.config.blend_budget_ms)
+
+    def pipeline(self, lora: str) -> Pipeline:
+        """The pipeline of the base model ("") or of one loaded adapter."""
+        found = self._pipelines.get(lora)
+        if found is None:
+            # The engine gives an adapter another id each time it is loaded.
+            identity = replace(self.identity, lora=lora, lora_version=lora)
+
+            def made(salt: str) -> Namespace:
+                return namespace(identity, salt)
+
+            found = self._pipelines[lora] = Pipeline(
+                self.store,
+                self.config,
+                made,
+                bytes_per_token=self.geometry.bytes_per_token,
+                separators=self.separators,
+            )
+        return found
+
+    def settings(self, tenant: Tenant) -> BlendSettings:
+        """How this tenant's prompts are blended."""
+        return settings(self.config, tenant.options)
+
+    def blends(self, tenant: Tenant) -> bool:
+        """Whether this tenant's prompts may be blended. Adapters change the layers, and the runner has the base's."""
+        return self.model is not None and tenant.options.reuse and not tenant.lora
+
+    def look(self, tokens: Tokens, tenant: Tenant, *, held: int, exact: bool, limit: int, blend: bool) -> Outlook:
+        """Plan a prompt of which the engine holds ``held`` tokens (``exact``: none of them blended) and of which at
+        most ``limit`` may be filled. The leases are the caller's to release."""
+        blend = blend and self.blends(tenant)
+        prepared = self.pipeline(tenant.lora).prepare(
+            tokens, tenant.options, engine_prefix=held, prefix_exact=exact, blend=blend
+        )
+        plan = prepared.plan
+        cached = plan.positions(SpanKind.EXACT, SpanKind.REUSED)
+        if not blend or not cached.size or cached[-1] < plan.lead:
+            target = min(plan.lead, limit) // self.page_size * self.page_size
+            return Outlook(prepared, None, max(target, held), False)
+        stop = min(len(tokens), limit + self.page_size + TAIL)
+        run, ratio, whole = head(plan, stop), self.settings(tenant).ratios[-1], self._whole_layers(tenant)
+        fitting = self.budget.fit(run, ratio, whole_layers=whole)
+        before = run.context
+        if fitting < run.ntokens:
+            run = head(plan, fitting) if fitting else computed_from(run, held)
+        prepared.plan = computed_from(plan, run.ntokens)
+        target = min(run.ntokens - 1, limit) // self.page_size * self.page_size
+        if not run.context:
+            target = held
+        return Outlook(prepared, run, max(target, held), run.reused > 0, before - run.context)
+
+    def fill(self, outlook: Outlook, tenant: Tenant, held: Tensor, slots: Tensor, start: int) -> None:
+        """Put KV of tokens [start, target) into ``slots``. ``held`` are the slots of the engine-held prefix, which may
+        reach behind ``start``: those tokens are copied."""
+        prepared, run = outlook.prepared, outlook.run
+        plan, how, recomputed = run or prepared.plan, "", 0
+        records = LeaseRecords(self.geometry, prepared.where)
+
+        def done(milliseconds: float) -> None:
+            if run is not None:
+                self.budget.observe(self._rows(run, tenant), milliseconds)
+            rest = prepared.plan.ntokens - plan.ntokens
+            self.report(
+                Served(
+                    request=tenant.name,
+                    prompt=prepared.plan.ntokens,
+                    prefix=plan.prefix,
+                    exact=plan.exact,
+                    reused=plan.reused - recomputed,
+                    recomputed=recomputed,
+                    fresh=plan.fresh + rest,
+                    milliseconds=milliseconds,
+                    how=how,
+                    cut=outlook.cut,
+                )
+            )
+
+        with self.streams.filling(done), torch.inference_mode():
+            if run is not None:
+                assert self.model is not None
+                wanted = self.settings(tenant)
+                if outlook.cut and wanted.selector == "query":
+                    # The question isn't part of what is blended.
+                    wanted = replace(wanted, selector="deviation", options={})
+                how = describe(wanted)
+                self.model.hold(held)
+                ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)
+                result = BlendRunner(self.model).run(ids, run, records, wanted)
+                kv, recomputed = result.kv, result.recomputed
+            else:
+                spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
+                kv = restore(self.geometry, records, spans, plan.lead)
+            for index in range(self.geometry.layers):
+                self.pool.get_key_buffer(index)[slots] = kv[index, 0, start : outlook.target]
+                self.pool.get_value_buffer(index)[slots] = kv[index, 1, start : outlook.target]
+
+    def keep(self, prepared: Prepared, tenant: Tenant, slots: Tensor, done: Callable[[], None]) -> None:
+        """Copy what this prompt computed and the store lacks out of ``slots`` [n], the KV of its first n tokens, and
+        publish it when the copies have finished. ``done()`` is called when the slots are no longer read."""
+        try:
+            capture = self.pipeline(tenant.lora).capture(prepared)
+            capture.limit(len(slots))
+            chunks = list(capture.chunks())
+        except Exception as error:
+            self._not_stored(error)
+            done()
+            return
+        if not chunks:
+            capture.abort()
+            done()
+            return
+
+        def publish() -> None:
+            try:
+                self.metrics.event("stored", capture.commit())
+                self.epoch += 1
+            except Exception as error:
+                capture.abort()
+                self._not_stored(error)
+            done()
+
+        with self.streams.copying(publish), torch.inference_mode():
+            for chunk in chunks:
+                self._copy_out(record_view(self.geometry, chunk.reservation.buffer(chunk.index)),
+                               slots[chunk.start : chunk.stop])  # fmt: skip
+
+    def _copy_out(self, target: Tensor, slots: Tensor) -> None:
+        """One chunk, gathered on the device and then copied in one go."""
+        if target.device == slots.device:
+            for index in range(self.geometry.layers):
+                torch.index_select(self.pool.get_key_buffer(index), 0, slots, out=target[index, 0])
+                torch.index_select(self.pool.get_value_buffer(index), 0, slots, out=target[index, 1])
+            return
+        gathered = torch.empty(target.shape, dtype=target.dtype, device=slots.device)
+        for index in range(self.geometry.layers):
+            torch.index_select(self.pool.get_key_buffer(index), 0, slots, out=gathered[index, 0])
+            torch.index_select(self.pool.get_value_buffer(index), 0, slots, out=gathered[index, 1])
+        target.copy_(gathered, non_blocking=True)
+
+    def report(self, served: Served) -> None:
+        """Count one prompt and log it."""
+        self.metrics.served(served)
+        self.metrics.event("cut", bool(served.cut))
+        self.metrics.store(self.store)
+        log.info("blendstore: %s", served.line())
+
+    def _rows(self, run: BlendPlan, tenant: Tenant) -> float:
+        return rows(run, self.settings(tenant).ratios[-1], whole_layers=self._whole_layers(tenant))
+
+    def _whole_layers(self, tenant: Tenant) -> float:
+        """Share of the layers that all reused tokens go through."""
+        wanted = self.settings(tenant)
+        return max(wanted.check_layers) / self.geometry.layers if wanted.selector in ("deviation", "hybrid") else 0.0
+
+    def _not_stored(self, error: Exception) -> None:
+        self.metrics.event("store_error")
+        # As text: a handler that keeps records would keep the error, its frames and the pins in them.
+        log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
