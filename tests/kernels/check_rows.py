@@ -161,6 +161,11 @@ def test_whole_runs_pick_and_compute_the_same(
     torch.testing.assert_close(found.state, wanted.state, rtol=0, atol=1e-5)
 
 
+def test_what_a_model_needs_is_compiled_at_start() -> None:
+    engine = Device(heads=2, kv_heads=1, windows=(None, 9), ropes=(rope(8), None))
+    fused.warm_up(engine.geometry)
+
+
 def test_a_kernel_that_fails_is_replaced_once_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,7 +69,8 @@ class RowAttention:
         def kernel() -> Tensor:
             from .triton_attention import attend
 
-            return attend(q, k, v, self.positions, scale=scale, window=window, softcap=softcap, hidden=self._unseen)
+            seen = self._unseen
+            return attend(q, k, v, self.positions, scale=scale, window=window, softcap=softcap, hidden=seen)[0]
 
         return attempt("attention", q.device, kernel, lambda: self._plain(q, k, v, scale, window, softcap))
 
@@ -83,11 +84,8 @@ class RowAttention:
         def kernel() -> Tensor:
             from .triton_attention import add_scores, attend
 
-            normaliser = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
             spots, hidden = self.positions, self._unseen
-            out = attend(
-                q, k, v, spots, scale=scale, window=window, softcap=softcap, hidden=hidden, normaliser=normaliser
-            )
+            out, normaliser = attend(q, k, v, spots, scale=scale, window=window, softcap=softcap, hidden=hidden)
             add_scores(
                 q, k, spots, normaliser, into, scale=scale, reduce=reduce, window=window, softcap=softcap, hidden=hidden
             )

@@ -7,16 +7,21 @@ multiprocessors. From page-locked memory the host doesn't wait for it; from othe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 
 import torch
 
 _HOST_TO_DEVICE = 1
+_ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_ARGUMENTS = {
+    "cudaMemcpy2DAsync": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE, ctypes.c_int, _ADDRESS],
+    "cudaHostRegister": [_ADDRESS, _SIZE, ctypes.c_uint],
+    "cudaHostUnregister": [_ADDRESS],
+}
 
 
-class CopyError(RuntimeError):
-    """The CUDA runtime refused a copy."""
+class CudaError(RuntimeError):
+    """The CUDA runtime refused a call; names it and the error's number."""
 
 
 class CopyStream:
@@ -35,11 +40,8 @@ class CopyStream:
             for piece in range(height):
                 ctypes.memmove(target + piece * target_pitch, source + piece * source_pitch, width)
             return
-        error = _runtime()(
-            target, target_pitch, source, source_pitch, width, height, _HOST_TO_DEVICE, self._stream.cuda_stream
-        )
-        if error:
-            raise CopyError(f"cudaMemcpy2DAsync of {height} times {width} bytes to {target:#x}: error {error}")
+        stream = self._stream.cuda_stream
+        call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, _HOST_TO_DEVICE, stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """A point in the order of the copies, for `wait`."""
@@ -56,14 +58,20 @@ class CopyStream:
             self._stream.synchronize()
 
 
+def call(name: str, *arguments: int) -> None:
+    """Call a function of the CUDA runtime that torch has loaded, one of `_ARGUMENTS`. Raises `CudaError`."""
+    runtime = _runtime()
+    error = getattr(runtime, name)(*arguments)
+    if error:
+        # Or else torch would take it for an error of whatever it does next.
+        runtime.cudaGetLastError()
+        raise CudaError(f"{name}: CUDA error {error}")
+
+
 @cache
-def _runtime() -> Callable[..., int]:
-    """``cudaMemcpy2DAsync`` of the CUDA runtime that torch has loaded."""
-    version = (torch.version.cuda or "").split(".")[0]
-    copy = ctypes.CDLL(f"libcudart.so.{version}").cudaMemcpy2DAsync
-    copy.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t,
-        ctypes.c_int, ctypes.c_void_p,
-    ]  # fmt: skip
-    copy.restype = ctypes.c_int
-    return copy
+def _runtime() -> ctypes.CDLL:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+    for name, arguments in _ARGUMENTS.items():
+        getattr(runtime, name).argtypes = arguments
+    return runtime

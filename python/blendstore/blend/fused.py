@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 
+from .model import Geometry
+
 log = logging.getLogger("blendstore.blend")
 T = TypeVar("T")
 
@@ -48,3 +50,23 @@ def attempt(what: str, device: torch.device, kernel: Callable[[], T], plain: Cal
             )
     fallbacks[what] += 1
     return plain()
+
+
+def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
+    """Compile at start what a model of this geometry needs: some seconds a kernel, which its first prompt would wait
+    for."""
+    if not usable(geometry.device):
+        return
+
+    def compiled() -> None:
+        from . import triton_attention, triton_rows
+
+        kv_heads, dim, dtype, device = geometry.kv_heads, geometry.head_dim, geometry.dtype, geometry.device
+        triton_attention.warm_up(
+            heads=geometry.heads, kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, windows=geometry.windows,
+            softcap=softcap,
+        )  # fmt: skip
+        tables = list({id(table): table for table in geometry.rotary}.values())
+        triton_rows.warm_up(kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables)
+
+    attempt("warm-up", geometry.device, compiled, lambda: None)

@@ -9,6 +9,7 @@ one has kept. All sums are float32 and in a fixed order: the same input gives th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch import Tensor
 
 # A logit that is not seen: finite, so that differences of two such logits stay defined.
 _UNSEEN = tl.constexpr(-1.0e30)
+_MOST_SPLITS = 32
 
 
 @triton.jit
@@ -77,12 +79,12 @@ def _over_keys(
     return out, top, total
 
 
-@triton.jit(do_not_specialize=["n", "nkeys", "window"])
+@triton.jit(do_not_specialize=["n", "nkeys", "window", "splits"])
 def _attend(
-    Q, K, V, POSITION, HIDDEN, OUT, NORMALISER, PART, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
-    stride_vh, stride_on, stride_oh, scale, softcap, window, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, KEEPS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    Q, K, V, POSITION, HIDDEN, OUT, NORMALISER, PART, n, nkeys, splits, stride_qn, stride_qh, stride_kn, stride_kh,
+    stride_vn, stride_vh, stride_on, stride_oh, scale, softcap, window, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     # The blocks with the most keys come first, so that the last ones to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -107,8 +109,8 @@ def _attend(
     if WINDOWED:
         low = tl.maximum(first + 1 - window, 0) // BN * BN
         inner = tl.minimum(tl.cdiv(tl.maximum(last + 1 - window, 0), BN) * BN, tl.cdiv(stop, BN) * BN)
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(stop - low, SPLITS), BN) * BN
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(stop - low, splits), BN) * BN
         low += tl.program_id(2) * share
         stop = tl.minimum(stop, low + share)
         inner = tl.minimum(tl.maximum(inner, low), tl.cdiv(tl.maximum(stop, low), BN) * BN)
@@ -133,7 +135,7 @@ def _attend(
         softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
     )  # fmt: skip
 
-    if SPLITS > 1:
+    if SPLIT:
         # [splits, heads, n, D + 2]: output, maximum, sum.
         spot = ((tl.program_id(2) * HEADS + head) * n + row).to(tl.int64) * (D + 2)
         tl.store(PART + spot[:, None] + lane[None, :], out, mask=valid[:, None])
@@ -143,20 +145,19 @@ def _attend(
         out = out / total[:, None]
         o_at = OUT + row.to(tl.int64)[:, None] * stride_on + head[:, None] * stride_oh + lane[None, :]
         tl.store(o_at, out.to(OUT.dtype.element_ty), mask=valid[:, None] & (lane < DIM)[None, :])
-        if KEEPS:
-            tl.store(NORMALISER + head * n + row, top + tl.log2(total), mask=valid)
+        tl.store(NORMALISER + head * n + row, top + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "splits"])
 def _join(
-    PART, OUT, NORMALISER, n, stride_on, stride_oh, HEADS: tl.constexpr, KEEPS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    PART, OUT, NORMALISER, n, splits, stride_on, stride_oh, HEADS: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """Put the parts of one row's head together."""
     row, head = tl.program_id(0), tl.program_id(1)
-    lane, split = tl.arange(0, D), tl.arange(0, PADDED)
+    lane, split = tl.arange(0, D), tl.arange(0, MOST)
     spot = ((split * HEADS + head) * n + row).to(tl.int64) * (D + 2)
-    real = split < SPLITS
+    real = split < splits
     top = tl.load(PART + spot + D, mask=real, other=_UNSEEN)
     total = tl.load(PART + spot + D + 1, mask=real, other=0.0)
     out = tl.load(PART + spot[:, None] + lane[None, :], mask=real[:, None], other=0.0)
@@ -166,8 +167,7 @@ def _join(
     joined = tl.sum(out * keep[:, None], 0) / whole
     o_at = OUT + row.to(tl.int64) * stride_on + head * stride_oh + lane
     tl.store(o_at, joined.to(OUT.dtype.element_ty), mask=lane < DIM)
-    if KEEPS:
-        tl.store(NORMALISER + head * n + row, highest + tl.log2(whole))
+    tl.store(NORMALISER + head * n + row, highest + tl.log2(whole))
 
 
 @triton.jit(do_not_specialize=["n", "nkeys", "window"])
@@ -251,43 +251,42 @@ def tile(dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int | None = None,
-    softcap: float | None = None, hidden: Tensor | None = None, normaliser: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    softcap: float | None = None, hidden: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of ``q`` [n, heads, dim] at ascending ``positions`` [n] over ``k``, ``v`` [nkeys, kv_heads, dim].
 
-    ``hidden`` [nkeys] uint8 is not zero where no row may look. ``normaliser`` [heads, n] float32 is filled with the
-    base-2 logarithm of each row's sum of exponentials. Returns [n, heads, dim]."""
+    ``hidden`` [nkeys] uint8 is not zero where no row may look. Returns [n, heads, dim] and the base-2 logarithm of each
+    row's sum of exponentials [heads, n] float32."""
     n, heads, dim = q.shape
     nkeys, kv_heads, _ = k.shape
     out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
+    normaliser = torch.empty((heads, n), dtype=torch.float32, device=q.device)
     if not n:
-        return out
+        return out, normaliser
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     padded = max(16, triton.next_power_of_2(dim))
     shape = tile(padded, q.dtype, q.device)
-    blocks = triton.cdiv(n * (heads // kv_heads), shape.rows) * kv_heads
-    splits = _splits(blocks, nkeys, shape.keys, q.device)
-    part = torch.empty((splits, heads, n, padded + 2), dtype=torch.float32, device=q.device) if splits > 1 else out
-    _attend[(blocks // kv_heads, kv_heads, splits)](
-        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, q.stride(0), q.stride(1), k.stride(0),
+    blocks = triton.cdiv(n * (heads // kv_heads), shape.rows)
+    splits = _splits(blocks * kv_heads, nkeys, shape.keys, q.device)
+    part = torch.empty((splits, heads, n, padded + 2), dtype=torch.float32, device=q.device) if splits > 1 else None
+    _attend[(blocks, kv_heads, splits)](
+        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, splits, q.stride(0), q.stride(1), k.stride(0),
         k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0, window or 0,
         HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
-        HIDES=hidden is not None, SOFTCAP=softcap is not None, KEEPS=normaliser is not None, SPLITS=splits,
-        PRECISION="ieee", BM=shape.rows, BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps,
-        num_stages=shape.stages,
+        HIDES=hidden is not None, SOFTCAP=softcap is not None, SPLIT=splits > 1, PRECISION="ieee", BM=shape.rows,
+        BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(n, heads)](
-            part, out, normaliser, n, out.stride(0), out.stride(1), HEADS=heads, KEEPS=normaliser is not None,
-            SPLITS=splits, PADDED=triton.next_power_of_2(splits), D=padded, DIM=dim, num_warps=4,
+            part, out, normaliser, n, splits, out.stride(0), out.stride(1), HEADS=heads, MOST=_MOST_SPLITS, D=padded,
+            DIM=dim, num_warps=4,
         )  # fmt: skip
-    return out
+    return out, normaliser
 
 
 def _splits(blocks: int, nkeys: int, keys: int, device: torch.device) -> int:
-    """Parts that the keys are cut in: a power of two, so that few variants are compiled, with some key blocks each."""
-    wanted = min(2 * _device(device)[1] // blocks, nkeys // (4 * keys), 32)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    """Parts that the keys are cut in, with some key blocks each, so that there are blocks for the whole device."""
+    return max(1, min(2 * _device(device)[1] // blocks, nkeys // (4 * keys), _MOST_SPLITS))
 
 
 def add_scores(
@@ -300,7 +299,7 @@ def add_scores(
     nkeys, kv_heads, _ = k.shape
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     padded = max(16, triton.next_power_of_2(dim))
-    rows = 32 if n > 16 else 16
+    rows = 32
     keys = 32 if q.dtype == torch.float32 or padded > 128 else 64
     _score[(triton.cdiv(nkeys, keys),)](
         q, k, positions, hidden, normaliser, into, n, nkeys, q.stride(0), q.stride(1), k.stride(0), k.stride(1), scale,
@@ -309,3 +308,22 @@ def add_scores(
         SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", PRECISION="ieee", BM=rows, BN=keys, D=padded, DIM=dim,
         num_warps=4, num_stages=2,
     )  # fmt: skip
+
+
+def warm_up(
+    *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, windows: Iterable[int | None],
+    softcap: float | None = None,
+) -> None:  # fmt: skip
+    """Compile what such a model needs, and run it once."""
+    # A window's length is no part of the code. Few keys aren't split between blocks, many are.
+    for window in {None if window is None else 1 for window in windows}:
+        for nkeys in (32, 2048):
+            q = torch.zeros(1, heads, dim, dtype=dtype, device=device)
+            k = torch.zeros(nkeys, kv_heads, dim, dtype=dtype, device=device)
+            positions = torch.full((1,), nkeys - 1, device=device)
+            into = torch.zeros(nkeys, device=device)
+            for hidden in (None, torch.zeros(nkeys, dtype=torch.uint8, device=device)):
+                seen: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": softcap, "hidden": hidden}
+                _, normaliser = attend(q, k, k, positions, **seen)
+                for reduce in ("max", "mean") if nkeys == 32 else ():
+                    add_scores(q, k, positions, normaliser, into, reduce=reduce, **seen)

@@ -6,6 +6,8 @@ Everything is computed in float32 and rounded once; sums are taken in a fixed or
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +43,7 @@ def _turn(
         tl.store(at + GAP, (b * cos + a * sin).to(K.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents"])
 def _difference(
     K, V, FRESH_K, FRESH_V, POSITION, ORDER, BOUND, COS, SIN, PART, documents, stride_row, stride_head, stride_fk,
     stride_fkh, stride_fv, stride_fvh, KV_HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
@@ -177,3 +179,17 @@ def add(table: RotaryTable | None, k: Tensor, v: Tensor, documents: Tensor, drif
         k, v, documents, drift[0], drift[1], cos, sin, tokens, k.stride(0), k.stride(1), KV_HEADS=kv_heads, DIM=dim,
         D=triton.next_power_of_2(dim), ROWS=_ROWS, **_pairs(table), num_warps=4,
     )  # fmt: skip
+
+
+def warm_up(
+    *, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, tables: Iterable[RotaryTable | None]
+) -> None:
+    """Compile what such a model needs, and run it once."""
+    k = torch.zeros(16, kv_heads, dim, dtype=dtype, device=device)
+    rows, where = torch.arange(16, dtype=torch.int32, device=device), torch.arange(16, device=device)
+    bounds = torch.tensor([0, 16], device=device)
+    for table in tables:
+        if table is not None:
+            turn(table, k, rows, rows, 16)
+        drift = difference(table, k, k.clone(), k, k, where, where, bounds, 16)
+        add(table, k, k.clone(), torch.zeros_like(rows), drift)

@@ -1,0 +1,168 @@
+"""The blend core's kernels one by one on a GPU, in the shapes of an 8B model, next to other ways of doing the same.
+
+``python benches/bench_gpu_kernels.py [--tokens N] [--json FILE]``. Times are medians of single launches by CUDA events.
+`bench_blend_gpu.py` runs this too, and says what the whole costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from blendstore.blend import triton_attention
+from blendstore.blend.rotary import RotaryTable
+from blendstore.blend.triton_attention import Tile, add_scores, attend
+from blendstore.blend.triton_rows import add, difference, turn
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+Row = dict[str, Any]
+
+
+def milliseconds(call: Callable[[], object], repetitions: int = 15) -> float:
+    """Median of single launches, after two that don't count."""
+    times: list[float] = []
+    for number in range(repetitions + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if number > 1:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_host(SOURCE, TARGET, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + lane
+        tl.store(TARGET + at, tl.load(SOURCE + at))
+
+
+def attention_rows(tokens: int) -> list[Row]:
+    """Pass 2 with different tiles; pass 1 with the keys split or not."""
+    k, v = (torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rows: list[Row] = []
+    kept = dict(triton_attention.TILES), triton_attention._splits
+    for n in (800, 1600, 2368):
+        make = torch.Generator(device="cuda").manual_seed(n)
+        positions = torch.randperm(tokens, generator=make, device="cuda")[:n].sort().values
+        q = torch.randn(n, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        work = 4 * HEADS * DIM * int((positions + 1).sum())
+        for tile in (
+            Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(128, 32, 8, 4), Tile(128, 64, 4, 2),
+            Tile(64, 64, 4, 3), Tile(64, 128, 4, 2),
+        ):  # fmt: skip
+            triton_attention.TILES["wide"] = [tile]
+            spent = milliseconds(partial(attend, q, k, v, positions, scale=DIM**-0.5))
+            rows.append({"what": f"attention {n} rows {tile}", "ms": spent, "tflops": work / spent / 1e9})
+    triton_attention.TILES["wide"] = kept[0]["wide"]
+    q = torch.randn(64, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(tokens - 64, tokens, device="cuda")
+    for splits in (1, 4, 8, 16, 32):
+        triton_attention._splits = lambda *_, splits=splits: splits
+        spent = milliseconds(lambda: attend(q, k, v, positions, scale=DIM**-0.5))
+        rows.append({"what": f"attention 64 rows, keys in {splits} parts", "ms": spent})
+    triton_attention._splits = kept[1]
+    whole = [torch.randn(1, h, tokens, DIM, device="cuda", dtype=torch.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    whole_q, whole_k, whole_v = whole
+    spent = milliseconds(
+        lambda: F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True, enable_gqa=True)
+    )
+    work = 2 * HEADS * DIM * tokens * tokens
+    rows.append({"what": "attention of all rows, torch SDPA", "ms": spent, "tflops": work / spent / 1e9})
+    q, positions = whole_q[0].transpose(0, 1), torch.arange(tokens, device="cuda")
+    spent = milliseconds(lambda: attend(q, k, v, positions, scale=DIM**-0.5))
+    rows.append({"what": "attention of all rows, ours", "ms": spent, "tflops": work / spent / 1e9})
+    q, positions = q[-32:].contiguous(), positions[-32:].contiguous()
+    normaliser, into = torch.zeros(HEADS, 32, device="cuda"), torch.zeros(tokens, device="cuda")
+    spent = milliseconds(lambda: add_scores(q, k, positions, normaliser, into, scale=DIM**-0.5, reduce="max"))
+    rows.append({"what": "scores of 32 rows", "ms": spent})
+    return rows
+
+
+def row_kernels(tokens: int) -> list[Row]:
+    """One layer's rotation and drift correction: 1,600 recomputed rows in five documents."""
+    frequencies = 5e5 ** (-torch.arange(DIM // 2).double() / (DIM // 2))
+
+    def lookup(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = positions[:, None].double() * frequencies
+        return angle.cos().float(), angle.sin().float()
+
+    table = RotaryTable(lookup, "half", DIM // 2)
+    k, v = (torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    places = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    rows: list[Row] = []
+    spent = milliseconds(lambda: turn(table, k, places, places, tokens))
+    rows.append({"what": "rotation of all rows", "ms": spent, "gb_s": 2 * k.nbytes / spent / 1e6})
+    positions = torch.randperm(tokens, device="cuda")[:1600].sort().values
+    fresh = torch.randn(1600, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    bounds = torch.arange(0, 1601, 320, device="cuda")
+    order = torch.arange(1600, device="cuda")
+    spent = milliseconds(lambda: difference(table, k, v, fresh, fresh, positions, order, bounds, tokens))
+    rows.append({"what": "drift: mean difference", "ms": spent})
+    documents, drift = (places * 5 // tokens).int(), torch.zeros(2, 5, KV_HEADS, DIM, device="cuda")
+    spent = milliseconds(lambda: add(table, k, v, documents, drift))
+    rows.append({"what": "drift: add", "ms": spent, "gb_s": 4 * k.nbytes / spent / 1e6})
+    spent = milliseconds(lambda: k.index_put_((positions,), fresh))
+    rows.append({"what": "index_put of 1600 rows", "ms": spent})
+    return rows
+
+
+def host_reads() -> list[Row]:
+    """Page-locked memory to the GPU: the copy engine, and a kernel that reads it by itself with few blocks."""
+    nbytes = 1 << 30
+    source = torch.empty(nbytes // 4, dtype=torch.int32, pin_memory=True).fill_(7)
+    target = torch.empty(nbytes // 4, dtype=torch.int32, device="cuda")
+    spent = milliseconds(lambda: target.copy_(source, non_blocking=True), 5)
+    rows: list[Row] = [{"what": "1 GiB from the host, copy engine", "ms": spent, "gb_s": nbytes / spent / 1e6}]
+    for programs in (4, 8, 16, 32, 132):
+        spent = milliseconds(
+            lambda programs=programs: _read_host[(programs,)](source, target, nbytes // 4 // 4096, 4096, num_warps=8),  # type: ignore[misc]
+            5,
+        )
+        assert int(target[-1]) == 7
+        rows.append(
+            {"what": f"1 GiB from the host, kernel of {programs} blocks", "ms": spent, "gb_s": nbytes / spent / 1e6}
+        )
+    return rows
+
+
+def measure(tokens: int) -> list[Row]:
+    """All rows."""
+    return [*attention_rows(tokens), *row_kernels(tokens), *host_reads()]
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    for row in rows:
+        rate = "".join(
+            f"{row[key]:8.0f} {unit}" for key, unit in (("tflops", "TFLOP/s"), ("gb_s", "GB/s")) if key in row
+        )
+        print(f"{row['what']:<76}{row['ms']:10.3f} ms{rate}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=15_360)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+    rows = measure(args.tokens)
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
