@@ -16,7 +16,8 @@ from tests.bench_fakes import ByteTokenizer, FakeEngine
 
 ROW_KEYS = {
     *("model", "selector", "ratio", "provenance", "format", "kl", "kl_share_left", "kl_share_left_ci", "top1"),
-    *("exact_match", "ttft_ms_median", "speedup", "reused", "recomputed", "fresh", "n", "kind_shares", "leak"),
+    *("exact_match", "ttft_ms_median", "speedup", "reused", "recomputed", "fresh", "n", "kind_shares"),
+    *("leak_nats", "leak_nats_ci", "leak_said", "leak_n"),
 }
 
 
@@ -62,7 +63,7 @@ def test_rows_have_the_agreed_columns_and_right_values(engine: FakeEngine, tmp_p
     assert reuse["kl_share_left"] == 1.0 and reuse["kl_share_left_ci"] == [1.0, 1.0] and reuse["recomputed"] == 0
     assert 0 < query["kl"] < random["kl"] < reuse["kl"]
     assert query["speedup"] == pytest.approx(0.4 / 0.11) and query["top1"] == 1.0 and query["exact_match"] == 1.0
-    assert set(query["kind_shares"]) == set(prompts.KINDS) and query["leak"] is None
+    assert set(query["kind_shares"]) == set(prompts.KINDS) and query["leak_nats"] is None
     lengths = [len(p.ids) for p in prompts.quality_prompts(ByteTokenizer(), 5, corpus_name="jargon")]
     assert query["reused"] + query["recomputed"] + query["fresh"] == pytest.approx(sum(lengths) / 5)
 
@@ -129,15 +130,16 @@ def test_results_of_another_run_are_refused(
 
 
 def test_case_b12_leak_is_the_shift_by_the_secret_and_zero_without_a_document_before(
-    engine: FakeEngine, tmp_path: Path
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--prompts", "1", "--selectors", "query", "--ratios", "0.1", "--leak-prompts", "4")
     rows = _run(tmp_path, *flags, "--provenances", "lead_in,in_context_1")
-    leaks = {row["provenance"]: row["leak"] for row in rows if row["selector"] == "query"}
-    assert leaks["lead_in"]["shift_nats"] == 0.0
-    leak = leaks["in_context_1"]
-    assert leak["n"] == 4 and leak["shift_nats"] != 0.0 and leak["said"] == 4 and leak["in_prompt_said"] == 4
-    assert leak["shift_nats_ci"][0] <= leak["shift_nats"] <= leak["shift_nats_ci"][1]
+    by_provenance = {row["provenance"]: row for row in rows if row["selector"] in ("query", "full")}
+    assert [by_provenance["lead_in"][f"leak_{name}"] for name in ("nats", "said", "n")] == [0.0, 0, 0]
+    leak, most = by_provenance["in_context_1"], by_provenance[None]
+    assert leak["leak_n"] == most["leak_n"] == 4 and leak["leak_said"] == most["leak_said"] == 4
+    assert leak["leak_nats"] != 0.0 and leak["leak_nats_ci"][0] <= leak["leak_nats"] <= leak["leak_nats_ci"][1]
+    assert "leak, nats" in capsys.readouterr().out
     captured: list[Provenance] = [call[6] for call in engine.calls if call[0] == "blended" and call[4] == "leak"]
     assert {len(provenance.before) for provenance in captured} == {1}
 

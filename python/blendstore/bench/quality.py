@@ -57,6 +57,7 @@ COLUMNS = {
     "speedup": "speed-up",
     "recomputed": "recomputed",
     "leak_nats": "leak, nats",
+    "leak_nats_ci": "95 % of leak",
 }
 
 
@@ -266,7 +267,7 @@ def summarise(
                 **method_columns(
                     _records(results, todo, method), [prompt.kind for prompt in todo], reuse, full_ttft, boot
                 ),
-                "leak": _leak_summary(results, leaks, method),
+                **_leak_columns(results, leaks, method),
             }
         )
     return rows
@@ -296,8 +297,7 @@ def print_rows(
         if wanted and method not in (FULL, wanted[0]):
             difference = compare(results, todo, method, wanted[0])
             against = f"{difference.value:+.3f} ({difference.low:+.3f} … {difference.high:+.3f})"
-        leak = row["leak"]
-        printed.append({**row, "against": against, "leak_nats": leak and leak["shift_nats"]})
+        printed.append({**row, "against": against})
     note = f"; − baseline: difference to {baseline} of {wanted[0].provenance}, paired" if wanted else ""
     report.print_table(f"Quality, {len(todo)} prompts; share left: of the KL of full reuse{note}", printed, COLUMNS)
 
@@ -323,27 +323,22 @@ def _leak(secret: Answer, control: Answer, prompt: prompts.Prompt) -> dict[str, 
     return {"shift": shift, "said": says(secret.logits, prompt.answer)}
 
 
-def _leak_summary(results: Results, leaks: Sequence[prompts.LeakCase], method: Method) -> dict[str, Any] | None:
-    """Mean shift with interval, how often the secret was said, and the same with the secret in the prompt.
+def _leak_columns(results: Results, leaks: Sequence[prompts.LeakCase], method: Method) -> dict[str, Any]:
+    """Mean shift of the secret's log-probability with its interval, how often the secret was said, and of how many.
 
-    Captures that never stood behind the secret can't depend on it: their shift is 0 without a measurement.
+    For `FULL` the secret stands in the prompt: what there is to leak. Captures that never stood behind the secret can't
+    depend on it: their shift is 0 without a measurement.
     """
-    if not leaks or method is FULL:
-        return None
-    if not method.provenance.startswith("in_context"):
-        return {"shift_nats": 0.0, "shift_nats_ci": [0.0, 0.0], "said": 0, "n": 0}
-    seeds = [case.prompt.seed for case in leaks]
+    columns: dict[str, Any] = {"leak_nats": None, "leak_nats_ci": None, "leak_said": None, "leak_n": 0}
+    if leaks and method is not FULL and not method.provenance.startswith("in_context"):
+        return {**columns, "leak_nats": 0.0, "leak_nats_ci": [0.0, 0.0], "leak_said": 0}
+    seeds = [case.prompt.seed for case in leaks if results.has("leak", case.prompt.seed, method.key)]
+    if not seeds:
+        return columns
     found = [results.get("leak", seed, method.key) for seed in seeds]
-    in_prompt = [results.get("leak", seed, FULL.key) for seed in seeds]
-    shift = Bootstrap(len(leaks)).mean([result["shift"] for result in found])
-    return {
-        "shift_nats": shift.value,
-        "shift_nats_ci": shift.ci,
-        "said": sum(result["said"] for result in found),
-        "n": len(leaks),
-        "in_prompt_shift_nats": statistics.fmean(result["shift"] for result in in_prompt),
-        "in_prompt_said": sum(result["said"] for result in in_prompt),
-    }
+    shift = Bootstrap(len(found)).mean([result["shift"] for result in found])
+    said = sum(result["said"] for result in found)
+    return {"leak_nats": shift.value, "leak_nats_ci": shift.ci, "leak_said": said, "leak_n": len(found)}
 
 
 def _records(results: Results, todo: Sequence[prompts.Prompt], method: Method) -> list[dict[str, Any]]:
