@@ -60,7 +60,7 @@ test-rust: $(VENV)/.ready ## unit, model and property tests of the Rust core
 test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of the lock-free tables
 	RUSTFLAGS="--cfg loom" cargo test --release --quiet -p blendstore-core --target-dir target/loom --lib loom
 
-test-python: build models ## every Python test, real models and real servers included
+test-python: build models models-gemma ## every Python test, real models and real servers included
 	$(PY) -m pytest -q
 
 bench: build models ## speed on this machine: blending on a CPU, and the store
