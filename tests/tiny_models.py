@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     DynamicCache,
     Gemma3TextConfig,
+    GlmConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -36,6 +38,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
 }
 _PHI3: Any = Phi3Config
+_GLM: Any = GlmConfig
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -53,6 +56,8 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3Config(**SHAPE),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=24),
     "phi3-partial": _PHI3(**SHAPE, partial_rotary_factor=0.5),
+    "cohere-interleaved": CohereConfig(**SHAPE),
+    "glm-interleaved-partial": _GLM(**SHAPE, partial_rotary_factor=0.5),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "gemma3": Gemma3TextConfig(
         **SHAPE,
@@ -113,9 +118,9 @@ def continued(model: Any, cache: DynamicCache, logits: torch.Tensor, steps: int 
     return out
 
 
-def largest_error(found: Prefill, wanted: Layers) -> float:
+def largest_error(found: DynamicCache, wanted: Layers) -> float:
     """Largest absolute difference of K or V over all layers and tokens; NaN when anything is NaN."""
-    pairs = zip(layers_of(found.cache), wanted, strict=True)
+    pairs = zip(layers_of(found), wanted, strict=True)
     errors = [(a - b).abs().max() for x, y in pairs for a, b in zip(x, y, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -123,6 +128,6 @@ def largest_error(found: Prefill, wanted: Layers) -> float:
 def assert_same(model: Any, found: Prefill, prompt: list[int], limit: float = 1e-4) -> None:
     """KV as the model's own in every layer, and the same greedy continuation."""
     layers, wanted = own(model, prompt)
-    error = largest_error(found, layers)
+    error = largest_error(found.cache, layers)
     assert error <= limit, error
     assert continued(model, found.cache, found.logits) == wanted

@@ -15,7 +15,6 @@ import torch
 from transformers import DynamicCache
 
 from blendstore import ChunkMeta, Store
-from blendstore.config import Config
 from blendstore.options import RequestOptions
 from blendstore.pipeline import HEAD, IN_CONTEXT, LEAD_IN
 from blendstore.segments import SeparatorSegmenter
@@ -131,7 +130,7 @@ def test_case_b04_ratio_zero_computes_fresh_tokens_only_and_counters_tell_the_ki
     assert counts(full) == (len(SYSTEM), 0, len(A) + len(B), fresh)
     assert_same(model(), full, tokens)
     wanted, _ = own(model(), tokens)
-    assert largest_error(none, wanted) > 1e-2, "or this model wouldn't notice"
+    assert largest_error(none.cache, wanted) > 1e-2, "or this model wouldn't notice"
     totals = {kind: engine.counters[kind] for kind in ("exact", "reused", "recomputed", "fresh")}
     first = len(prompt(A, B))
     assert totals["exact"] == 3 * len(SYSTEM)
@@ -277,37 +276,3 @@ def test_case_s08_a_document_cut_by_a_chunked_prefill_step_is_stored_once_and_wh
     again = engine.prefill(moved, FULL)
     assert again.report.recomputed == len(document)
     assert_same(model(), again, moved)
-
-
-@pytest.mark.real_model
-def test_real_smollm2_at_ratio_one_answers_as_without_reuse() -> None:
-    """Five documents of real prose, about 600 tokens, from text to greedy tokens."""
-    from blendstore.bench import models
-
-    real, tokenizer = models.load("smollm2")
-    engine = Engine(
-        real, tokenizer, Config.load(env={}, overrides={"enable_blending": True, "max_local_cpu_size": 0.5})
-    )
-    assert engine.refusal == ""
-    topics = ("the old harbour", "a glass workshop", "the night train", "an orchard in spring", "the city archive")
-    documents = [
-        f"This is a report about {topic}. The visitor who came to {topic} on day {number} left the number "
-        f"{number * 1371 + 412}. "
-        + f"People say that {topic} has changed a lot since the last war, and few remember it. "
-        * 5
-        for number, topic in enumerate(topics)
-    ]
-    question = "Question: Which number did the visitor to the night train leave? Answer: The number is"
-    system = "You are a helpful assistant."
-    for group in (documents[:2], documents[2:]):
-        engine.prefill(engine.encode([system, *group, question]))
-    tokens = engine.encode([system, *reversed(documents), question])
-    assert len(tokens) > 500
-    plain = engine.generate(tokens, 8, RequestOptions(reuse=False, store=False))
-    found = engine.prefill(tokens, FULL)
-    assert found.report.fallback == ""
-    assert found.report.recomputed > 400
-    wanted, _ = own(real, tokens, steps=1)
-    assert largest_error(found, wanted) <= 1e-4
-    assert continued(real, found.cache, found.logits, 8) == plain.ids
-    assert "3154" in plain.text

@@ -82,10 +82,21 @@ def test_ratio_one_behind_an_engine_held_prefix(family: str) -> None:
     assert equal(kept, before)
 
 
+@pytest.mark.parametrize(
+    ("family", "pairing", "pairs"),
+    [("llama", "half", 8), ("phi3-partial", "half", 4), ("cohere-interleaved", "interleaved", 8),
+     ("glm-interleaved-partial", "interleaved", 4)],
+)  # fmt: skip
+def test_case_b05_which_dims_turn_together_is_found_by_running_the_model(family: str, pairing: str, pairs: int) -> None:
+    tables = shared(family)[1].geometry.rotary
+    assert {(table.pairing, table.pairs) for table in tables if table} == {(pairing, pairs)}
+    assert None not in tables
+
+
 @given(
     offset=st.integers(0, 900),
     order=st.lists(st.sampled_from([A, B, NEW]), min_size=1, max_size=4),
-    family=st.sampled_from(["llama", "llama-yarn", "gemma3", "phi3-partial"]),
+    family=st.sampled_from(["llama", "llama-yarn", "gemma3", "phi3-partial", "glm-interleaved-partial"]),
     prefix=st.integers(0, 60),
 )
 @settings(max_examples=12, deadline=None)

@@ -211,25 +211,37 @@ def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
 def plain_geometry(loaded: PreTrainedModel) -> Geometry:
     """Shape of the KV cache of a model that isn't blended: what plain caching needs, rotary and windows left out.
 
-    Raises `UnsupportedModel` when not every layer keeps K and V of every token."""
+    Proves that a prompt computed in two steps has the logits that the engine gives for the whole. Raises
+    `UnsupportedModel` when it hasn't, or when not every layer keeps K and V of every token in one shape."""
     model: Any = loaded
+    name = type(model).__name__
     parameter = next(loaded.parameters())
-    ids = torch.zeros(1, 3, dtype=torch.int64, device=parameter.device)
+    ids = torch.arange(3, 12, device=parameter.device) % int(model.get_input_embeddings().num_embeddings)
     cache = DynamicCache()
     try:
-        model(
-            input_ids=ids, position_ids=torch.arange(3, device=ids.device)[None], past_key_values=cache, use_cache=True
-        )
-        shapes = {tuple(tensor.shape) for pair in layers_of(cache) for tensor in pair}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{type(model).__name__} has no cache of K and V: {error}") from error
-    if len(shapes) != 1 or next(iter(shapes))[0] != ids.shape[1]:
+        forward(loaded, cache, ids[:5].tolist(), 0)
+        found = forward(loaded, cache, ids[5:].tolist(), 5)[-1]
+        wanted = model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+        shapes = [(tuple(k.shape), tuple(v.shape)) for k, v in layers_of(cache)]
+    except Exception as error:  # whatever a model says about a plain cache is the reason
         raise UnsupportedModel(
-            f"{type(model).__name__} has no K and V of every token in one shape, but {sorted(shapes)}: "
-            "there is nothing to store; serve it without blendstore"
+            f"{name} does not run with a plain cache of K and V ({type(error).__name__}: {error}): "
+            "serve it without blendstore"
+        ) from error
+    if len(set(shapes)) != 1 or shapes[0] != (shapes[0][0],) * 2 or shapes[0][0][0] != len(ids):
+        latent = any(k != v for k, v in shapes)
+        why = "keys and values differ, as in multi-head latent attention" if latent else "there is nothing to store"
+        raise UnsupportedModel(
+            f"{name} has no K and V of every token in one shape, but {sorted(set(shapes))} for {len(ids)} tokens: "
+            f"{why}; serve it without blendstore"
         )
-    _, kv_heads, head_dim = shapes.pop()
-    layers = len(cache.layers)
+    if not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
+        raise UnsupportedModel(
+            f"{name} computes other logits for a prompt in two steps than for the whole: its positions don't begin at "
+            "0 or its tokens see later ones; serve it without blendstore"
+        )
+    _, kv_heads, head_dim = shapes[0][0]
+    layers = len(shapes)
     return Geometry(
         layers=layers,
         heads=kv_heads,
