@@ -94,7 +94,9 @@ def _registered() -> dict[str, Any]:
                 [*rank, "outcome"],
                 buckets=_BUCKETS,
             ),
-            blending=Gauge("blendstore_blending", "1 where this model is blended.", rank, multiprocess_mode="mostrecent"),
+            blending=Gauge(
+                "blendstore_blending", "1 where this model is blended.", rank, multiprocess_mode="mostrecent"
+            ),
             store=Gauge(
                 "blendstore_store", "Gauges of the store by name.", [*rank, "gauge"], multiprocess_mode="mostrecent"
             ),

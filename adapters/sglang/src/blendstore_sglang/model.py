@@ -76,8 +76,9 @@ class _NoPool:
 class SGLangModel:
     """The blend core's view of the model of one rank. Raises `Refused` with the reason."""
 
-    def __init__(self, runner: Any, version: Version) -> None:
-        self._runner, self._version = runner, version
+    def __init__(self, runner: Any, group: Any, version: Version) -> None:
+        """``group`` is the engine's group of the ranks that the heads are spread over."""
+        self._runner, self._group, self._version = runner, group, version
         self.pool: Any = runner.token_to_kv_pool
         self.decoder = decoder_of(runner.model)
         self._layers: list[Any] = list(self.decoder.layers)
@@ -155,9 +156,9 @@ class SGLangModel:
         return self.pool.get_key_buffer(index)[slots], self.pool.get_value_buffer(index)[slots]
 
     def all_reduce(self, scores: Tensor) -> Tensor:
-        if self._runner.tp_size == 1:
+        if self._group.world_size == 1:
             return scores
-        summed: Tensor = self._runner.tp_group.all_reduce(scores.contiguous())
+        summed: Tensor = self._group.all_reduce(scores.contiguous())
         return summed
 
     def _enter(self, state: State, positions: Tensor, batch: Any) -> State:
@@ -227,7 +228,9 @@ def make_batch(ids: Tensor, positions: Tensor, slots: Tensor | None = None, row:
 def _attention(index: int, layer: Any) -> Any:
     found = [module for module in layer.modules() if isinstance(module, RadixAttention)]
     if len(found) != 1:
-        raise Refused(f"layer {index} ({type(layer).__name__}) has {len(found)} attention modules: recurrent or hybrid?")
+        raise Refused(
+            f"layer {index} ({type(layer).__name__}) has {len(found)} attention modules: recurrent or hybrid?"
+        )
     attention = found[0]
     for wrong, what in (
         (attention.layer_id != index, f"its attention is number {attention.layer_id}: layers share KV"),

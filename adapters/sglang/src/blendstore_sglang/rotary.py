@@ -42,7 +42,9 @@ def _module(decoder: Any, layer: Any) -> Any:
 def _by_cache(index: int, module: Any) -> RotaryTable:
     name = type(module).__name__
     if hasattr(module, "long_short_cos_sin_cache") or "LongRoPE" in name:
-        raise Refused(f"layer {index}: {name} switches frequencies with the prompt's length: cached keys can't be moved")
+        raise Refused(
+            f"layer {index}: {name} switches frequencies with the prompt's length: cached keys can't be moved"
+        )
     if getattr(module, "mrope_section", None):
         raise Refused(f"layer {index}: {name} has several axes (mrope_section): cached keys can't be moved")
     pairs = module.cos_sin_cache.shape[-1] // 2

@@ -39,7 +39,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
         try:
             _refuse_blending(arguments)
-            model = SGLangModel(runner, version)
+            model = SGLangModel(runner, context.tp_group, version)
             proof = prove(model, runner, context.params)
         except (Refused, GeometryError) as error:
             if config.require_blending:
@@ -57,9 +57,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         tp_rank=context.tp_rank,
         tp_size=context.tp_size,
     )
-    store = Store(
-        capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy
-    )
+    store = Store(capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy)
     serving = Serving(
         config=config,
         geometry=geometry,
