@@ -64,10 +64,10 @@ def attention_rows(tokens: int) -> list[Row]:
             Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(128, 32, 8, 4), Tile(128, 64, 4, 2),
             Tile(64, 64, 4, 3), Tile(64, 128, 4, 2),
         ):  # fmt: skip
-            triton_attention.TILES["wide"] = [tile]
+            triton_attention.TILES[DIM] = [tile]
             spent = milliseconds(partial(attend, q, k, v, positions, scale=DIM**-0.5))
             rows.append({"what": f"attention {n} rows {tile}", "ms": spent, "tflops": work / spent / 1e9})
-    triton_attention.TILES["wide"] = kept[0]["wide"]
+    triton_attention.TILES[DIM] = kept[0][DIM]
     q = torch.randn(64, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(tokens - 64, tokens, device="cuda")
     for splits in (1, 4, 8, 16, 32):

@@ -1,4 +1,4 @@
-"""Copies of rows from host memory to the device, on a stream of their own: started here, waited for where needed.
+"""Copies of rows between host memory and the device, on a stream of their own: started here, waited for where needed.
 
 A copy is strided on both sides, so that the same rows of many layers are one call to the driver and no work for the
 multiprocessors. From page-locked memory the host doesn't wait for it; from other memory it does, with the same result.
@@ -11,7 +11,8 @@ from functools import cache
 
 import torch
 
-_HOST_TO_DEVICE = 1
+# cudaMemcpyDefault: the addresses say which side is the host's.
+_EITHER_WAY = 4
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARGUMENTS = {
     "cudaMemcpy2DAsync": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE, ctypes.c_int, _ADDRESS],
@@ -25,7 +26,7 @@ class CudaError(RuntimeError):
 
 
 class CopyStream:
-    """Copies to one device, in order, beside the work of the caller's stream. On a CPU they are done at once."""
+    """Copies to or from one device, in order, beside the caller's stream; on a CPU they are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         """Copies start after what the caller's stream holds now: memory that it hands over may still be in use."""
@@ -41,7 +42,7 @@ class CopyStream:
                 ctypes.memmove(target + piece * target_pitch, source + piece * source_pitch, width)
             return
         stream = self._stream.cuda_stream
-        call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, _HOST_TO_DEVICE, stream)
+        call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, _EITHER_WAY, stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """A point in the order of the copies, for `wait`."""

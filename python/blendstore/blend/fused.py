@@ -11,6 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -30,7 +31,12 @@ def usable(device: torch.device) -> bool:
     """Whether kernels run on ``device``: a CUDA device with Triton installed, or any device under its interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def attempt(what: str, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:

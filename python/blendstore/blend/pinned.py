@@ -6,6 +6,8 @@ import logging
 import time
 import weakref
 
+import torch
+
 from .._core import Store
 from .copies import CudaError, call
 
@@ -40,6 +42,18 @@ class PinnedArena:
     def close(self) -> None:
         """Give the pages back; no copy may be under way."""
         self._release()
+
+
+def pin(store: Store, device: torch.device) -> PinnedArena | None:
+    """Page-lock ``store`` for copies to ``device``, at start; None where there is nothing to gain, or, with a warning,
+    where the system refuses it."""
+    if device.type != "cuda":
+        return None
+    try:
+        return PinnedArena(store)
+    except PinError as error:
+        log.warning("copies of records will hold up the host: %s", error)
+        return None
 
 
 def _unregister(address: int, store: Store) -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from .._core import Lease, RecordBuffer
 from ..plan import Span
+from .copies import CopyStream
+from .fused import usable
 from .model import Geometry
-from .transfer import RecordSource
+from .transfer import Piece, RecordSource, WholeRecords
 
 
 class LeaseRecords:
@@ -62,6 +64,13 @@ def restore(geometry: Geometry, records: RecordSource, spans: Sequence[Span], to
     other rows are uninitialised."""
     shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
     kv = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+    if usable(geometry.device) and isinstance(records, WholeRecords):
+        copies = CopyStream(geometry.device)
+        for span in spans:
+            Piece.of(kv, span, records.record(span.chunk)).start(copies, 0, geometry.layers)
+        copies.wait(copies.mark())
+        copies.finish()
+        return kv
     for index in range(geometry.layers):
         for span in spans:
             for part, tensor in enumerate(records.layer(span.chunk, index)):

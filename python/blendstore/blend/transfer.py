@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -114,6 +115,35 @@ class _Direct:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one span: addresses in layer 0 of the working KV and of the record, bytes from K to V and on to the next
+    layer on both sides, and bytes of the rows."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+
+    @classmethod
+    def of(cls, data: Tensor, span: Span, record: Tensor) -> Piece:
+        """Of ``data`` [layers, 2, tokens, kv_heads, dim] and ``record`` [layers, 2, ntokens, kv_heads, dim]."""
+        token, size = data.stride(2) * data.element_size(), data.element_size()
+        return cls(
+            data.data_ptr() + span.start * token,
+            data.stride(1) * size,
+            record.data_ptr() + span.row * token,
+            record.stride(1) * size,
+            len(span) * token,
+        )
+
+    def start(self, copies: CopyStream, first: int, count: int) -> None:
+        """Start copying the rows of ``count`` layers from layer ``first`` on: one call."""
+        target, source = self.target + 2 * first * self.target_pitch, self.source + 2 * first * self.source_pitch
+        copies.rows(target, self.target_pitch, source, self.source_pitch, self.width, 2 * count)
+
+
 class _Streamed:
     """Copies that the device makes by itself, several layers ahead; keys are turned where they lie, in one launch a
     layer."""
@@ -122,20 +152,9 @@ class _Streamed:
         self, geometry: Geometry, data: Tensor, cached: Sequence[Span], records: WholeRecords, *, layerwise: bool
     ) -> None:
         self._geometry, self._data = geometry, data
-        self._ahead = _AHEAD if layerwise else geometry.layers
-        token = geometry.kv_heads * geometry.head_dim * geometry.dtype.itemsize
-        self._pitch = data.stride(1) * data.element_size()
+        self._layerwise, self._ahead = layerwise, _AHEAD if layerwise else geometry.layers
         self._held = {chunk: records.record(chunk) for chunk in {span.chunk for span in cached}}
-        # Target and source addresses in layer 0, the source's pitch, and the bytes of one piece.
-        self._pieces = [
-            (
-                data.data_ptr() + span.start * token,
-                self._held[span.chunk].data_ptr() + span.row * token,
-                self._held[span.chunk].shape[2] * token,
-                len(span) * token,
-            )
-            for span in cached
-        ]
+        self._pieces = [Piece.of(data, span, self._held[span.chunk]) for span in cached]
         moved = [span for span in cached if span.source != span.start]
         places = _places(moved).to(torch.int32)
         self._stop = int(places.max()) + 1 if moved else 0
@@ -148,7 +167,7 @@ class _Streamed:
 
     def load(self, index: int) -> None:
         self._start(min(index + 1 + self._ahead, self._geometry.layers))
-        self._copies.wait(self._marks[index])
+        self._copies.wait(self._marks[index if self._layerwise else -1])
         table = self._geometry.rotary[index]
         if table is not None and self._stop:
             k = self._data[index, 0]
@@ -162,10 +181,8 @@ class _Streamed:
         """Start the copies of all layers below ``stop``."""
         while self._started < stop:
             first, count = self._started, min(_TOGETHER, self._geometry.layers - self._started)
-            for target, source, pitch, width in self._pieces:
-                self._copies.rows(
-                    target + 2 * first * self._pitch, self._pitch, source + 2 * first * pitch, pitch, width, 2 * count
-                )
+            for piece in self._pieces:
+                piece.start(self._copies, first, count)
             self._marks += [self._copies.mark()] * count
             self._started += count
 

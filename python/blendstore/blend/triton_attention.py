@@ -223,13 +223,14 @@ class Tile:
         return (self.rows + 2 * self.keys * self.stages) * dim * itemsize
 
 
-# Best first; the first that fits the device's shared memory is taken. Float32 has no tensor cores of full precision,
-# so its tiles are sized for registers.
-TILES: dict[str, list[Tile]] = {
-    "narrow": [Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
-    "wide": [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)],
-    "float32": [Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)],
+# By padded head size up to which they are used, best first; the first that fits the device's shared memory is taken.
+# Float32 has no tensor cores of full precision, so its tiles are sized for registers.
+TILES: dict[int, list[Tile]] = {
+    64: [Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
+    128: [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
+    256: [Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)],
 }
+FLOAT32_TILES: dict[int, list[Tile]] = {128: [Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 
 
 @cache
@@ -242,11 +243,12 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 
 def tile(dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """The tile for a padded head size."""
-    kind = "float32" if dtype == torch.float32 else "narrow" if dim <= 64 else "wide"
+    """The tile for a padded head size, at most 256. Raises `ValueError` for a larger one."""
     room = _device(device)[0]
-    fitting = [t for t in TILES[kind] if t.shared_bytes(dim, dtype.itemsize) <= room]
-    return fitting[0] if fitting else TILES[kind][-1]
+    for most, tiles in (FLOAT32_TILES if dtype == torch.float32 else TILES).items():
+        if dim <= most:
+            return next((t for t in tiles if t.shared_bytes(dim, dtype.itemsize) <= room), tiles[-1])
+    raise ValueError(f"heads of {dim} dims: the attention kernel takes up to 256")
 
 
 def attend(
