@@ -7,6 +7,7 @@ multiprocessors. From page-locked memory the host doesn't wait for it; from othe
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ _ARGUMENTS = {
     "cudaMemcpy2DAsync": [_ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _SIZE, ctypes.c_int, _ADDRESS],
     "cudaHostRegister": [_ADDRESS, _SIZE, ctypes.c_uint],
     "cudaHostUnregister": [_ADDRESS],
+    "cudaGetLastError": [],
 }
 
 
@@ -61,18 +63,22 @@ class CopyStream:
 
 def call(name: str, *arguments: int) -> None:
     """Call a function of the CUDA runtime that torch has loaded, one of `_ARGUMENTS`. Raises `CudaError`."""
-    runtime = _runtime()
-    error = getattr(runtime, name)(*arguments)
+    error = _functions()[name](*arguments)
     if error:
         # Or else torch would take it for an error of whatever it does next.
-        runtime.cudaGetLastError()
+        _functions()["cudaGetLastError"]()
         raise CudaError(f"{name}: CUDA error {error}")
 
 
 @cache
-def _runtime() -> ctypes.CDLL:
+def _functions() -> dict[str, Callable[..., int]]:
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+    runtime = f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}"
+    functions: dict[str, Callable[..., int]] = {}
     for name, arguments in _ARGUMENTS.items():
-        getattr(runtime, name).argtypes = arguments
-    return runtime
+        # Starting a copy takes microseconds; to hand the interpreter to another thread meanwhile can cost thousands.
+        library = ctypes.PyDLL(runtime) if name == "cudaMemcpy2DAsync" else ctypes.CDLL(runtime)
+        function = getattr(library, name)
+        function.argtypes = arguments
+        functions[name] = function
+    return functions
