@@ -6,10 +6,11 @@ PY := $(BIN)/python
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(BIN):$(PATH)
 export HF_HUB_OFFLINE := 1
-PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers
+PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers adapters/sglang/src/blendstore_sglang
+SGLANG := 0.5.14 0.5.23
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python bench bench-store quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang bench bench-store quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +18,7 @@ help: ## list the targets
 demo: build models ## set up everything and run the main job: multi-document QA on a real small model
 	$(PY) -m blendstore.bench.demo --json out/demo.json --plot out/demo.png
 
-test: lint test-rust test-loom test-python ## set up everything, check style and types, run every test
+test: lint test-rust test-loom test-python test-sglang ## set up everything, check style and types, run every test
 
 setup: $(VENV)/.ready ## make the virtual environment
 
@@ -62,6 +63,21 @@ test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of
 
 test-python: build models models-gemma ## every Python test, real models and real servers included
 	$(PY) -m pytest -q
+
+test-sglang: $(SGLANG:%=test-sglang-%) ## the real SGLang on a CPU, every supported version in an environment of its own
+
+test-sglang-%: .venv-sglang-%/.ready models
+	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
+	  .venv-sglang-$*/bin/python -m pytest -q -o norecursedirs=stubs tests/engines/sglang
+
+# What the project's own environment has is not installed again: the paths of that one come after.
+.venv-sglang-%/.ready: requirements/sglang-%.txt requirements/sglang-common.txt adapters/sglang/pyproject.toml $(VENV)/.ready
+	test -x .venv-sglang-$*/bin/python || $(PYTHON) -m venv .venv-sglang-$*
+	echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$(.venv-sglang-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth
+	.venv-sglang-$*/bin/python -m pip install -q --no-deps -r requirements/sglang-$*.txt
+	.venv-sglang-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e adapters/sglang
+	@touch $@
 
 bench: build models ## speed on this machine: blending on a CPU, and the store
 	$(PY) benches/bench_blend_cpu.py --json out/bench-blend-cpu.json

@@ -1,11 +1,12 @@
 """What blending gives in the real SGLang: time to the first token of multi-document prompts, in one server.
 
-Prompts are token ids: a system part, documents behind separators, a question. One server answers them all; requests ask
-for no reuse, K deviation at 0.15 or the default selector at 0.10. Documents of the prompts without reuse are new, so that
-SGLang's own prefix cache has nothing of them. Afterwards one prompt is computed by SGLang and blended at ratio 1.0, and
-the KV is compared layer by layer; and a server without blendstore answers prompts that share nothing, for the overhead.
+Prompts are token ids: a system part, documents behind separators, a question. One server answers them all; requests
+ask for no reuse, K deviation at 0.15 or the default selector at 0.10. The engine's own prefix cache is emptied before
+each, so that every document comes from the store's memory or is computed. Afterwards one prompt is computed by SGLang
+and blended at ratio 1.0, and the KV is compared layer by layer; and a server without blendstore answers prompts that
+share nothing, for the overhead.
 
-    python benches/bench_sglang_gpu.py --json out/bench-sglang.json            # H100/H200, SGLang 0.5.14, bf16, 8B shape
+    python benches/bench_sglang_gpu.py --json out/bench-sglang.json          # H100/H200, SGLang 0.5.14, bf16, 8B shape
     python benches/bench_sglang_gpu.py --shape tiny --device cpu --document-length 200 --rounds 2   # dry run
 
 Weights are random (``load_format=dummy``): times and KV do not depend on them, answers do.
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 VOCABULARY = 32000
-HOW: dict[str, dict[str, object]] = {
+HOW: dict[str, Mapping[str, object]] = {
     "deviation 0.15": {"selector": "deviation", "ratio": 0.15, "store": False},
     "query 0.10": {"selector": "query", "ratio": 0.10, "store": False},
     "deviation 0.10": {"selector": "deviation", "ratio": 0.10, "store": False},
     "query 0.05": {"selector": "query", "ratio": 0.05, "store": False},
     "none": {"selector": "none", "ratio": 0.0, "store": False},
 }
-NO_REUSE = {"reuse": False, "store": False}
+NO_REUSE: Mapping[str, object] = {"reuse": False, "store": False}
 
 
 def main() -> None:
@@ -178,14 +180,14 @@ def flush(engine: Any) -> None:
 def ask(
     engine: Any,
     prompt: list[int],
-    options: dict[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
     tokens: int = 1,
     request: str | None = None,
 ) -> tuple[float, int]:
     """(milliseconds until the answer of ``tokens`` tokens is here, tokens that the engine calls cached)."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     if options is not None:
-        sampling["custom_params"] = {"blendstore": options}
+        sampling["custom_params"] = {"blendstore": dict(options)}
     begin = time.perf_counter()
     answer = engine.generate(input_ids=prompt, sampling_params=sampling, **({"rid": request} if request else {}))
     return (time.perf_counter() - begin) * 1e3, int(answer["meta_info"]["cached_tokens"])
@@ -215,8 +217,6 @@ def start(args: argparse.Namespace, model: Path, backend: str | None) -> Any:
 
 def make_model(folder: Path, shape: str) -> None:
     """A Llama configuration and a tokenizer with one token for each byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY,
@@ -225,8 +225,17 @@ def make_model(folder: Path, shape: str) -> None:
         "attention_bias": False, "mlp_bias": False, "rope_scaling": None, **SHAPES[shape],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of())
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, **{c: 4 + i for i, c in enumerate(alphabet)}}
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer with one token for each byte, 4 + byte, and four special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+    others = [byte for byte in range(256) if byte not in kept]
+    byte_of = {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, **{c: 4 + byte for c, byte in byte_of.items()}}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -238,14 +247,6 @@ def make_model(folder: Path, shape: str) -> None:
         "pad_token": "<pad>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
-def _byte_of() -> Any:
-    """Byte of each character of the byte-level alphabet: printable bytes stand for themselves, others follow."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in kept]
-    table = {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    return table.__getitem__
 
 
 def plug_in(folder: Path) -> None:
@@ -263,7 +264,7 @@ def plug_in(folder: Path) -> None:
 
 
 def activate() -> None:
-    """Runs in the engine's processes: the backend ``blendstore`` with a look at KV and memory of requests ``check-…``."""
+    """Runs in the engine's processes: blendstore with a look at KV and memory of requests ``check-…``."""
     from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
 
     if "blendstore-bench" not in registered_radix_cache_backends():
@@ -287,14 +288,15 @@ def _watched(context: Any) -> Any:
 
     def filled(outlook: Any, tenant: Any, *rest: Any) -> None:
         if not tenant.name.startswith("check-") or not cuda:
-            return inner_fill(outlook, tenant, *rest)
+            inner_fill(outlook, tenant, *rest)
+            return
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         inner_fill(outlook, tenant, *rest)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        return tell({"what": "memory", "extra_peak_mib": peak / 2**20, "tokens": len(outlook.prepared.tokens)})
+        tell({"what": "memory", "extra_peak_mib": peak / 2**20, "tokens": len(outlook.prepared.tokens)})
 
     def complete(request: Any) -> None:
         progress = request._blendstore

@@ -84,7 +84,7 @@ def signature(how: BlendSettings) -> str:
 
 
 def salted(config: Config, options: RequestOptions, *engine: str) -> RequestOptions:
-    """``options`` whose tenant salt also covers what the engine separates tenants by; unchanged when that is nothing."""
+    """``options`` whose tenant salt also covers what the engine separates tenants by, if anything."""
     if not any(engine):
         return options
     parts = [options.tenant_salt or config.tenant_salt, *engine]

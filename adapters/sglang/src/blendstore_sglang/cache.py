@@ -2,8 +2,8 @@
 computed, and a computed prompt is kept afterwards.
 
 Where nothing is reused from another context the tree is the engine's own. A prompt that is blended goes under an extra
-key of its own kind (selector, ratio and all that changes the KV), so that it is found by prompts that asked for the same
-and by no others. Its leading tokens that the engine holds bit for bit are copied there.
+key of its kind (selector, ratio and all that changes the KV), so that prompts that ask for the same find it and no
+others do. Its leading tokens that the engine holds bit for bit are copied there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BlendingCache:
         request = params.req
         if request is None or self.disable or not len(params.key):  # type: ignore[attr-defined]
             return super().match_prefix(params)  # type: ignore[misc]
-        self.serving.streams.poll()
+        self.serving.settle()
         progress = self._progress(request)
         if progress.passive:
             return super().match_prefix(params)  # type: ignore[misc]
@@ -121,14 +121,16 @@ class BlendingCache:
         """The engine's; slots that are being copied out are waited for when others are not enough."""
         serving = getattr(self, "serving", None)
         if serving is not None:
-            serving.streams.poll(wait=params.num_tokens > self.evictable_size())  # type: ignore[attr-defined]
+            serving.settle(wait=params.num_tokens > self.evictable_size())  # type: ignore[attr-defined]
         return super().evict(params)  # type: ignore[misc]
 
     def reset(self) -> None:
-        """The engine's (/flush_cache): the tree is emptied, the store keeps its records."""
+        """The engine's (/flush_cache): the tree is emptied. The store keeps its records, but those of other weights are
+        not found any more: the engine flushes when it has loaded new ones."""
         serving = getattr(self, "serving", None)
         if serving is not None:
-            serving.streams.poll(wait=True)
+            serving.settle(wait=True)
+            serving.renew()
         super().reset()  # type: ignore[misc]
         self._tree_epoch = self._epoch_of_tree() + 1
 
@@ -188,26 +190,20 @@ class BlendingCache:
             progress.outlook, progress.done = None, None
             progress.seen = seen
             if max(held, held_blended) < limit and progress.tenant.options.reuse:
-                self._look(progress, held, held_blended, limit)
+                self._look(progress, held, held_blended, limit, blend=blended is not None)
         outlook = progress.outlook
         blend = held_blended > held or (outlook is not None and outlook.blended)
         request.extra_key = progress.blend_key if blend else progress.exact_key
         return blended if blend else exact
 
-    def _look(self, progress: Progress, held: int, held_blended: int, limit: int) -> None:
+    def _look(self, progress: Progress, held: int, held_blended: int, limit: int, *, blend: bool) -> None:
         serving, tenant, tokens = self.serving, progress.tenant, progress.tokens
-        try:
-            prefix, exact = max(held, held_blended, 0), held >= held_blended
-            outlook = serving.look(
-                tokens, tenant, held=prefix, exact=exact, limit=limit, blend=progress.blend_key is not None
-            )
-            outlook.prepared.release()
-        except Exception as error:
-            serving.metrics.event("fallback")
-            log.warning("looking a prompt up failed: %s", f"{type(error).__name__}: {error}")
+        prefix, exact = max(held, held_blended, 0), held >= held_blended
+        outlook = serving.look(tokens, tenant, held=prefix, exact=exact, limit=limit, blend=blend)
+        if outlook is None:
             return
-        blend = outlook.blended or not exact
-        if outlook.target > max(held_blended if blend else held, 0):
+        outlook.prepared.release()
+        if outlook.target > max(held_blended if outlook.blended or not exact else held, 0):
             progress.outlook = outlook
         elif outlook.cut:
             serving.metrics.event("over_budget")
@@ -240,7 +236,7 @@ class BlendingCache:
                 blend=progress.blend_key is not None,
             )
             marked = request.extra_key == progress.blend_key
-            if len(mine) != start or outlook.target != target or (outlook.blended and not marked):
+            if outlook is None or len(mine) != start or outlook.target != target or (outlook.blended and not marked):
                 serving.metrics.event("gone")
                 self._give(slots)
                 return None

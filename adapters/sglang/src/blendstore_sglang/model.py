@@ -1,4 +1,4 @@
-"""An SGLang decoder as the blend core's `EngineModel`: the engine's own layers, its attention calls routed to the runner.
+"""An SGLang decoder as the blend core's `EngineModel`: the engine's own layers, their attention routed to the runner.
 
 No model code is copied. A layer's arguments are those that the engine's own loop gives to its first layer, found by
 letting that loop run up to there; the attention backend is swapped for one call through the engine's forward context.
@@ -37,6 +37,8 @@ class State:
     """Arguments that the engine's loop gives to every layer, besides those that change."""
     batched: bool = False
     """The engine's loop gives positions as [1, n]."""
+    batch: Any = None
+    """The engine's forward batch of these rows."""
 
 
 class _Reached(Exception):
@@ -62,7 +64,7 @@ class _Routed(AttentionBackend):  # type: ignore[misc]
             k.reshape(-1, kv_heads, dim),
             v.reshape(-1, kv_heads, dim),
             scale=float(layer.scaling),
-            softcap=float(layer.logit_cap) or None,
+            softcap=float(layer.logit_cap or 0) or None,
         )
         return out.reshape(-1, heads * dim)
 
@@ -85,6 +87,7 @@ class SGLangModel:
         attentions = [_attention(index, layer) for index, layer in enumerate(self._layers)]
         for layer in self._layers:
             _refuse_unknown_arguments(layer)
+        self._explicit_residual = "residual" in inspect.signature(self._layers[0].forward).parameters
         first = attentions[0]
         shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.head_dim) for a in attentions}
         if len(shapes) != 1:
@@ -122,30 +125,32 @@ class SGLangModel:
         return State(ids)
 
     def layer(self, index: int, state: State, positions: Tensor, attend: Attend) -> State:
-        batch = make_batch(state.ids, positions)
+        batch = state.batch
+        if batch is None:
+            batch = make_batch(state.ids, positions)
         with forward_context(ForwardContext(attn_backend=_Routed(attend, _NoPool()))):
             if state.hidden is None:
                 state = self._enter(state, positions, batch)
-            assert state.hidden is not None
             # The engine's fused norms write into their input, and the runner may run one state twice.
-            hidden = state.hidden.clone()
+            hidden = None if state.hidden is None else state.hidden.clone()
             residual = None if state.residual is None else state.residual.clone()
-            hidden = self._version.enter_layer(self._layers[index], hidden, residual, batch)
             given = dict(state.given)
             given["positions"] = positions[None] if state.batched else positions
-            given["hidden_states"], given["forward_batch"] = hidden, batch
-            if "residual" in inspect.signature(self._layers[index].forward).parameters:
+            given["hidden_states"] = self._version.enter_layer(self._layers[index], hidden, residual, batch)
+            given["forward_batch"] = batch
+            if self._explicit_residual:
                 given["residual"] = residual
             out = self._layers[index](**given)
         hidden, residual = self._version.leave_layer(out, batch)
-        return replace(state, hidden=hidden, residual=residual)
+        return replace(state, hidden=hidden, residual=residual, batch=batch)
 
     def rows(self, state: State, index: Tensor) -> State:
         if state.hidden is None:
-            return replace(state, ids=state.ids[index])
+            return State(state.ids[index])
         return replace(
             state,
             ids=state.ids[index],
+            batch=None,
             hidden=state.hidden[index],
             residual=None if state.residual is None else state.residual[index],
             given={name: _narrowed(value, index) for name, value in state.given.items()},
@@ -247,12 +252,9 @@ def _attention(index: int, layer: Any) -> Any:
 
 def _refuse_unknown_arguments(layer: Any) -> None:
     for name, parameter in inspect.signature(layer.forward).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        ):
-            if name not in (*_OWN, *_ROWWISE):
-                raise Refused(f"{type(layer).__name__} needs {name!r}, which blending doesn't know")
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in (*_OWN, *_ROWWISE):
+            raise Refused(f"{type(layer).__name__} needs {name!r}, which blending doesn't know")
 
 
 def _narrowed(value: Any, index: Tensor) -> Any:

@@ -30,6 +30,7 @@ from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import Served, describe, settings
 
 from .model import SGLangModel
+from .ranks import Ranks
 from .streams import Streams
 
 log = logging.getLogger("blendstore.sglang")
@@ -70,25 +71,38 @@ class Serving:
     """None where blending is off or refused."""
     pool: Any
     store: Store
-    identity: ModelIdentity
+    identity: Callable[[], ModelIdentity]
+    """Identity of the weights that are loaded now."""
     separators: SeparatorSegmenter | None
     metrics: ServingMetrics
     page_size: int
     streams: Streams
+    ranks: Ranks = field(default_factory=Ranks)
     epoch: int = 0
     """Grows when records were published: what was planned before may be out of date."""
     budget: Budget = field(init=False)
+    _identity: ModelIdentity = field(init=False)
     _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.config.blend_budget_ms)
+        self._identity = self.identity()
+
+    def renew(self) -> None:
+        """Look at the weights again: what other weights computed is not found any more."""
+        identity = self.identity()
+        if identity != self._identity:
+            log.info("the weights have changed: records of the old ones are not used any more")
+            self._identity = identity
+            self._pipelines.clear()
+            self.epoch += 1
 
     def pipeline(self, lora: str) -> Pipeline:
         """The pipeline of the base model ("") or of one loaded adapter."""
         found = self._pipelines.get(lora)
         if found is None:
             # The engine gives an adapter another id each time it is loaded.
-            identity = replace(self.identity, lora=lora, lora_version=lora)
+            identity = replace(self._identity, lora=lora, lora_version=lora)
 
             def made(salt: str) -> Namespace:
                 return namespace(identity, salt)
@@ -106,32 +120,48 @@ class Serving:
         """How this tenant's prompts are blended."""
         return settings(self.config, tenant.options)
 
+    def settle(self, *, wait: bool = False) -> None:
+        """Publish what has been copied. Several ranks wait for it, so that it happens in the same call on all."""
+        self.streams.poll(wait=wait or self.ranks.size > 1)
+
     def blends(self, tenant: Tenant) -> bool:
         """Whether this tenant's prompts may be blended. Adapters change the layers, and the runner has the base's."""
         return self.model is not None and tenant.options.reuse and not tenant.lora
 
-    def look(self, tokens: Tokens, tenant: Tenant, *, held: int, exact: bool, limit: int, blend: bool) -> Outlook:
+    def look(
+        self, tokens: Tokens, tenant: Tenant, *, held: int, exact: bool, limit: int, blend: bool
+    ) -> Outlook | None:
         """Plan a prompt of which the engine holds ``held`` tokens (``exact``: none of them blended) and of which at
-        most ``limit`` may be filled. The leases are the caller's to release."""
+        most ``limit`` may be filled; None when it can't be planned. The leases are the caller's to release."""
         blend = blend and self.blends(tenant)
-        prepared = self.pipeline(tenant.lora).prepare(
-            tokens, tenant.options, engine_prefix=held, prefix_exact=exact, blend=blend
-        )
-        plan = prepared.plan
-        cached = plan.positions(SpanKind.EXACT, SpanKind.REUSED)
-        if not blend or not cached.size or cached[-1] < plan.lead:
-            target = min(plan.lead, limit) // self.page_size * self.page_size
+        prepared, run, fitting = None, None, 0
+        try:
+            prepared = self.pipeline(tenant.lora).prepare(
+                tokens, tenant.options, engine_prefix=held, prefix_exact=exact, blend=blend
+            )
+            cached = prepared.plan.positions(SpanKind.EXACT, SpanKind.REUSED)
+            if blend and cached.size and cached[-1] >= prepared.plan.lead:
+                run = head(prepared.plan, min(len(tokens), limit + self.page_size + TAIL))
+                ratio = self.settings(tenant).ratios[-1]
+                fitting = self.budget.fit(run, ratio, whole_layers=self._whole_layers(tenant))
+        except Exception as error:
+            self.metrics.event("fallback")
+            log.warning("looking a prompt up failed: %s", f"{type(error).__name__}: {error}")
+        agreed = self.ranks.agreed(None if prepared is None else prepared.plan, fitting)
+        if prepared is None:
+            return None
+        if agreed is None:
+            self.metrics.event("ranks_differ")
+            prepared.plan = computed_from(prepared.plan, held)
+            return Outlook(prepared, None, held, False)
+        if run is None:
+            target = min(prepared.plan.lead, limit) // self.page_size * self.page_size
             return Outlook(prepared, None, max(target, held), False)
-        stop = min(len(tokens), limit + self.page_size + TAIL)
-        run, ratio, whole = head(plan, stop), self.settings(tenant).ratios[-1], self._whole_layers(tenant)
-        fitting = self.budget.fit(run, ratio, whole_layers=whole)
         before = run.context
-        if fitting < run.ntokens:
-            run = head(plan, fitting) if fitting else computed_from(run, held)
-        prepared.plan = computed_from(plan, run.ntokens)
-        target = min(run.ntokens - 1, limit) // self.page_size * self.page_size
-        if not run.context:
-            target = held
+        if agreed < run.ntokens:
+            run = head(run, agreed) if agreed else computed_from(run, held)
+        prepared.plan = computed_from(prepared.plan, run.ntokens)
+        target = min(run.ntokens - 1, limit) // self.page_size * self.page_size if run.context else held
         return Outlook(prepared, run, max(target, held), run.reused > 0, before - run.context)
 
     def fill(self, outlook: Outlook, tenant: Tenant, held: Tensor, slots: Tensor, start: int) -> None:
@@ -140,6 +170,7 @@ class Serving:
         prepared, run = outlook.prepared, outlook.run
         plan, how, recomputed = run or prepared.plan, "", 0
         records = LeaseRecords(self.geometry, prepared.where)
+        self._open(records, plan)
 
         def done(milliseconds: float) -> None:
             if run is not None:
@@ -161,8 +192,7 @@ class Serving:
             )
 
         with self.streams.filling(done), torch.inference_mode():
-            if run is not None:
-                assert self.model is not None
+            if run is not None and self.model is not None:
                 wanted = self.settings(tenant)
                 if outlook.cut and wanted.selector == "query":
                     # The question isn't part of what is blended.
@@ -175,9 +205,23 @@ class Serving:
             else:
                 spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
                 kv = restore(self.geometry, records, spans, plan.lead)
+            carried = plan.prefix - start
             for index in range(self.geometry.layers):
-                self.pool.get_key_buffer(index)[slots] = kv[index, 0, start : outlook.target]
-                self.pool.get_value_buffer(index)[slots] = kv[index, 1, start : outlook.target]
+                for part, buffer in enumerate((self.pool.get_key_buffer(index), self.pool.get_value_buffer(index))):
+                    if carried:
+                        buffer[slots[:carried]] = buffer[held[start:]]
+                    buffer[slots[carried:]] = kv[index, part, plan.prefix : outlook.target]
+
+    def _open(self, records: LeaseRecords, plan: BlendPlan) -> None:
+        """Hold the bytes of every record before anything runs: a rank that fails later keeps the others waiting."""
+        failure: Exception | None = None
+        try:
+            for chunk in {span.chunk for span in plan.spans if span.kind in (SpanKind.EXACT, SpanKind.REUSED)}:
+                records.layer(chunk, 0)
+        except Exception as error:
+            failure = error
+        if not self.ranks.all(failure is None):
+            raise failure or RuntimeError("another rank can't read its records")
 
     def keep(self, prepared: Prepared, tenant: Tenant, slots: Tensor, done: Callable[[], None]) -> None:
         """Copy what this prompt computed and the store lacks out of ``slots`` [n], the KV of its first n tokens, and
@@ -196,9 +240,9 @@ class Serving:
             return
 
         def publish() -> None:
+            self.epoch += 1
             try:
                 self.metrics.event("stored", capture.commit())
-                self.epoch += 1
             except Exception as error:
                 capture.abort()
                 self._not_stored(error)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from torch import Tensor
 
 from blendstore import Store
 from blendstore.blend import Geometry
 from blendstore.blend.selectors import SelectorSettings, make_selector
-from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
+from blendstore.blend.selftest import GeometryError, Proof, run_fresh
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, weights_digest
 from blendstore.metrics import ServingMetrics
 from blendstore.segments import SegmentationError, SeparatorSegmenter, derive_separator_ids
 
 from .cache import BlendingCache
-from .model import SGLangModel, make_batch
+from .model import SGLangModel
+from .proof import prove
+from .ranks import Ranks
 from .rotary import Refused
 from .serve import Serving
 from .streams import Streams
@@ -47,16 +51,20 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             model, refusal = None, str(error)
             log.warning("blending is refused for %s, plain caching stays on: %s", type(runner.model).__name__, refusal)
     geometry = model.geometry if model is not None else _plain_geometry(runner)
-    identity = ModelIdentity(
-        weights_digest=_weights(arguments),
-        layers=geometry.layers,
-        kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=str(geometry.dtype).removeprefix("torch."),
-        rotary_digest=repr(runner.model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
-        tp_rank=context.tp_rank,
-        tp_size=context.tp_size,
-    )
+    files = _weights(arguments)
+
+    def identity() -> ModelIdentity:
+        return ModelIdentity(
+            weights_digest=files + _loaded(runner.model),
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=str(geometry.dtype).removeprefix("torch."),
+            rotary_digest=repr(runner.model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
+            tp_rank=context.tp_rank,
+            tp_size=context.tp_size,
+        )
+
     store = Store(capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy)
     serving = Serving(
         config=config,
@@ -69,7 +77,10 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         metrics=metrics,
         page_size=context.params.page_size,
         streams=Streams(runner.forward_stream if geometry.device.type == "cuda" else None),
+        ranks=Ranks(context.params.tp_cache_group if context.tp_size > 1 else None),
     )
+    if model is not None:
+        _calibrate(serving, model)
     cache = version.make_cache(context, BlendingCache)
     cache.serving, cache.version = serving, version
     metrics.blending(model is not None)
@@ -92,37 +103,6 @@ def describe(config: Config, geometry: Geometry, proof: Proof | None, refusal: s
         f"documents by {config.segmenter}, {memory}, at most {config.blend_budget_ms:g} ms a blend; {shape}; "
         f"geometry proven (KV {proof.runner_error:.1e}, rotation {proof.rotation_error:.1e})"
     )
-
-
-def prove(model: SGLangModel, runner: Any, params: Any) -> Proof:
-    """The runner's loop against the engine's own decoder and attention on its own pools, in slots of the pool."""
-    allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool.req_to_token
-    tokens = 48
-    page = params.page_size
-    taken = allocator.alloc(-(-tokens // page) * page)
-    if taken is None:
-        raise Refused(f"its KV pool has no room for {tokens} tokens")
-    row = rows.shape[0] - 1
-    before = rows[row].clone()
-    slots = taken[:tokens].long()
-
-    def prefill(ids: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        rows[row, :tokens] = slots.to(rows.dtype)
-        positions = torch.arange(offset, offset + tokens, device=ids.device)
-        batch = make_batch(ids, positions, slots, row)
-        with torch.inference_mode(), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
-            runner.attn_backend.init_forward_metadata(batch)
-            model.decoder(ids, positions, batch)
-        layers = range(model.geometry.layers)
-        return [(model.pool.get_key_buffer(i)[slots], model.pool.get_value_buffer(i)[slots]) for i in layers]
-
-    try:
-        return prove_geometry(model, prefill, vocabulary=model.vocabulary, tokens=tokens)
-    finally:
-        rows[row] = before
-        allocator.free(taken)
 
 
 def _refuse_server(context: Any, arguments: Any, runner: Any) -> None:
@@ -189,13 +169,44 @@ def _weights(arguments: Any) -> bytes:
     return weights_digest(path)
 
 
+@torch.inference_mode()
+def _loaded(model: Any) -> bytes:
+    """32 bytes over up to 1,024 evenly spaced elements of every parameter in memory: weights that were updated in place
+    are told from those of the files."""
+    samples = []
+    for _, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        if flat.numel():
+            samples.append(flat[:: -(-flat.numel() // 1024)].float())
+    everything = torch.cat(samples).cpu().numpy() if samples else np.zeros(0, np.float32)
+    return hashlib.blake2b(everything.tobytes(), digest_size=32).digest()
+
+
+def _calibrate(serving: Serving, model: SGLangModel) -> None:
+    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here."""
+    if not serving.config.blend_budget_ms:
+        return
+    device = model.geometry.device
+    measured = []
+    for count in (64, 1024) if device.type == "cuda" else (16, 128):
+        ids = torch.full((count,), 7, dtype=torch.int64, device=device)
+        for _ in range(2):
+            begin = time.perf_counter()
+            run_fresh(model, ids)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent = (time.perf_counter() - begin) * 1e3
+        measured.append((float(count), spent))
+    serving.budget.calibrate(*measured)
+
+
 def _separators(arguments: Any, config: Config) -> SeparatorSegmenter | None:
     if config.segmenter not in ("auto", "separator"):
         return None
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             arguments.tokenizer_path or arguments.model_path, trust_remote_code=arguments.trust_remote_code
         )
         bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+_CUDA: Any = torch.cuda  # partly without types
+
 
 class Streams:
     """``forward`` is the engine's forward stream, or None on a CPU."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
-        self._side: Any = None if forward is None else torch.cuda.Stream(forward.device)
+        self._side: Any = None if forward is None else _CUDA.Stream(forward.device)
         self._pending: deque[tuple[Any, Callable[[], None]]] = deque()
 
     @contextmanager
@@ -25,12 +27,12 @@ class Streams:
         """Run on the forward stream, behind what the scheduler has queued; the scheduler's own stream waits for it.
         ``done(milliseconds)`` is called when it has finished, and not when the body raises."""
         if self._forward is None:
-            begin = time.perf_counter()
+            started = time.perf_counter()
             yield
-            done((time.perf_counter() - begin) * 1e3)
+            done((time.perf_counter() - started) * 1e3)
             return
         scheduler = torch.cuda.current_stream(self._forward.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (_CUDA.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._forward):
             self._forward.wait_stream(scheduler)
             begin.record()
@@ -50,7 +52,7 @@ class Streams:
             return
         self._side.wait_stream(torch.cuda.current_stream(self._forward.device))
         self._side.wait_stream(self._forward)
-        end = torch.cuda.Event()
+        end = _CUDA.Event()
         with torch.cuda.stream(self._side):
             try:
                 yield

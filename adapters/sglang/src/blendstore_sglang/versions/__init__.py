@@ -40,7 +40,7 @@ class Version(Protocol):
     def loaded(self, slots: Tensor) -> Any:
         """What ``init_load_back`` says of the slots it filled."""
 
-    def enter_layer(self, layer: Any, hidden: Tensor, residual: Tensor | None, batch: Any) -> Any:
+    def enter_layer(self, layer: Any, hidden: Tensor | None, residual: Tensor | None, batch: Any) -> Any:
         """The input of ``layer`` from plain tensors."""
 
     def leave_layer(self, out: Any, batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -66,7 +66,7 @@ def loaded(slots: Tensor) -> Any:
     return slots
 
 
-def enter_layer(layer: Any, hidden: Tensor, residual: Tensor | None, batch: Any) -> Any:
+def enter_layer(layer: Any, hidden: Tensor | None, residual: Tensor | None, batch: Any) -> Any:
     return hidden
 
 

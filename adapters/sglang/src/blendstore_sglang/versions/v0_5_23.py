@@ -54,7 +54,7 @@ def loaded(slots: Tensor) -> Any:
     return len(slots)
 
 
-def enter_layer(layer: Any, hidden: Tensor, residual: Tensor | None, batch: Any) -> Any:
+def enter_layer(layer: Any, hidden: Tensor | None, residual: Tensor | None, batch: Any) -> Any:
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is None:
         return hidden
