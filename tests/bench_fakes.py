@@ -35,9 +35,10 @@ class FakeEngine:
     vocabulary: int = 300
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Answer:
+    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], question: int = 1) -> Answer:
         self.calls.append(("full", len(prompt_ids)))
-        return Answer(self._logits(answer_ids, 8.0), 0.4, 0, 0, len(prompt_ids))
+        asked = self._logits(prompt_ids[len(prompt_ids) - question + 1 :], 8.0)
+        return Answer(self._logits(answer_ids, 8.0), 0.4, 0, 0, len(prompt_ids), asked)
 
     def capture(self, prompt: Prompt, provenance: Provenance) -> Provenance:
         self.calls.append(("capture", prompt.kind, prompt.seed, provenance.name))
@@ -55,11 +56,12 @@ class FakeEngine:
         # What stood before the document shows a little, as it would in real KV.
         sure += 0.01 * sum(captured.ids[-8:]) / 8 if captured.before else 0.0
         logits = self._logits(prompt.answer, sure)
-        return Answer(logits, 0.1 + ratio / 10, len(prompt.ids) - recomputed - fresh, recomputed, fresh)
+        asked = self._logits(prompt.question[1:], sure + 1.0)
+        return Answer(logits, 0.1 + ratio / 10, len(prompt.ids) - recomputed - fresh, recomputed, fresh, asked)
 
     def _logits(self, answer: Sequence[int], sure: float) -> torch.Tensor:
         logits = torch.zeros(len(answer), self.vocabulary)
-        logits[torch.arange(len(answer)), torch.tensor(answer)] = sure
+        logits[torch.arange(len(answer)), torch.tensor(answer, dtype=torch.int64)] = sure
         return logits
 
 

@@ -16,6 +16,7 @@ from tests.bench_fakes import ByteTokenizer, FakeEngine
 
 ROW_KEYS = {
     *("model", "selector", "ratio", "provenance", "format", "kl", "kl_share_left", "kl_share_left_ci", "top1"),
+    *("suffix_kl_share_left", "suffix_kl_share_left_ci"),
     *("exact_match", "ttft_ms_median", "speedup", "reused", "recomputed", "fresh", "n", "kind_shares"),
     *("leak_nats", "leak_nats_ci", "leak_said", "leak_n"),
 }

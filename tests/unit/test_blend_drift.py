@@ -1,5 +1,6 @@
 """Drift correction against the formula written as a plain loop."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -33,17 +34,26 @@ def by_hand(
         return x if turn is None else replace(turn, scaling=1.0).apply(x[None], torch.tensor([position]))[0]
 
     out_k, out_v = k.double(), v.double()
-    for group in NUMBERS:
-        spots = [p for s in SPANS if s.group == group for p in range(s.start, s.stop)]
-        mine = [(i, p) for i, p in enumerate(chosen) if p in spots]
-        if not mine:
-            continue
-        shrink = settings.strength * len(mine) / (len(mine) + settings.prior)
-        mean_v = sum((fresh_v[i] - v[p]).double() for i, p in mine) / len(mine)
-        mean_k = sum(rotated((fresh_k[i] - k[p]).double(), -p) for i, p in mine) / len(mine)
-        for p in spots:
-            out_v[p] += shrink * mean_v
-            out_k[p] += shrink * rotated(torch.as_tensor(mean_k), p)
+    group_of = {p: s.group for s in SPANS for p in range(s.start, s.stop)}
+    for p, group in group_of.items():
+        for head in range(KV):
+            total = settings.prior * math.exp(-0.5 / settings.temperature)
+            sum_k, sum_v = torch.zeros(1, DIM, dtype=torch.float64), torch.zeros(DIM, dtype=torch.float64)
+            n, own = len(chosen), [group_of[s] == group for s in chosen]
+            step = -(-n // settings.sample)
+            sample = [i for i in range(step // 2, n, step) if not own[i]] if settings.elsewhere else []
+            for i, s in enumerate(chosen):
+                if not own[i] and i not in sample:
+                    continue
+                a, b = v[p, head].double(), v[s, head].double()
+                weight = math.exp((float(a @ b / a.norm() / b.norm()) - 1) / settings.temperature)
+                weight *= 1.0 if own[i] else settings.elsewhere * (n - sum(own)) / len(sample)
+                total += weight
+                sum_v += weight * (fresh_v[i, head] - v[s, head]).double()
+                sum_k += weight * rotated((fresh_k[i, head] - k[s, head]).double()[None], -s)
+            share = settings.strength / total if total else 0.0
+            out_v[p, head] += share * sum_v
+            out_k[p, head] += share * rotated(sum_k, p)[0]
     return out_k.float(), out_v.float()
 
 
@@ -60,7 +70,7 @@ def corrected(turn: Rope | None, settings: DriftSettings, chosen: list[int]) -> 
         torch.testing.assert_close(found_v, expected[1], rtol=0, atol=1e-6)
         torch.testing.assert_close(found_k, expected[0], rtol=0, atol=1e-5)
     outside = [p for p in range(TOKENS) if not any(s.start <= p < s.stop for s in SPANS)]
-    untouched = [*outside, *range(33, 38)]
+    untouched = [*outside, *(range(33, 38) if not settings.elsewhere else ())]
     assert torch.equal(found_k[untouched], k[untouched]) and torch.equal(found_v[untouched], v[untouched])
     assert not torch.equal(found_k[20:31], k[20:31])
 
@@ -72,7 +82,25 @@ def test_matches_the_formula_without_rotation() -> None:
 def test_matches_the_formula_with_rotation() -> None:
     """K's difference is averaged with the rotation taken out, and turned to where each token stands."""
     corrected(rope(8), DriftSettings(), [4, 5, 11, 16, 22])
-    corrected(rope(4, 500.0, "interleaved", 1.25), DriftSettings(0.9, 2.0), [6, 19, 20, 21, 30])
+    corrected(rope(4, 500.0, "interleaved", 1.25), DriftSettings(0.9, 0.3, 0.0, prior=2.0), [6, 19, 20, 21, 30])
+
+
+def test_a_sample_stands_for_other_documents() -> None:
+    corrected(rope(8), DriftSettings(sample=3), [4, 5, 9, 11, 16, 17, 22, 25, 30])
+
+
+def test_without_temperature_it_is_the_documents_shrunk_mean() -> None:
+    """The limit that the module describes: every recomputed token of the document counts the same."""
+    chosen, settings = [4, 5, 11], DriftSettings(0.5, math.inf, 0.0, prior=8.0)
+    k, v = draw(TOKENS, KV, DIM, seed=1), draw(TOKENS, KV, DIM, seed=2)
+    fresh_k, fresh_v = draw(3, KV, DIM, seed=3), draw(3, KV, DIM, seed=4)
+    before_k, before_v = k.clone(), v.clone()
+    DriftCorrection(settings, SPANS, torch.tensor(chosen), torch.zeros(3, dtype=torch.int64), NUMBERS).apply(
+        None, k, v, fresh_k, fresh_v
+    )
+    shrink = 0.5 * 3 / (3 + 8)
+    torch.testing.assert_close(v[17], before_v[17] + shrink * (fresh_v - before_v[chosen]).mean(0))
+    torch.testing.assert_close(k[17], before_k[17] + shrink * (fresh_k - before_k[chosen]).mean(0))
 
 
 def test_nothing_recomputed_changes_nothing() -> None:

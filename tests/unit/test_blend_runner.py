@@ -104,12 +104,13 @@ def test_check_layers_outside_the_model_are_refused(layer: int) -> None:
         blend(engine, scene(engine), "deviation", check_layers=(layer,))
 
 
+@pytest.mark.parametrize("combine", ["rms", "mean"])
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_query_scores_are_the_questions_attention(reduce: str) -> None:
+def test_query_scores_are_the_questions_attention(reduce: str, combine: str) -> None:
     """Score by hand: dense attention of the last rows over the cached KV, other fresh tokens unseen."""
     engine = FakeEngine(windows=(30, None))
     made = scene(engine, question=6)
-    options = {"rows": 4, "reduce": reduce, "power": 0, "first_layer": 1}
+    options = {"rows": 4, "reduce": reduce, "combine": combine, "first": 0, "power": 0, "first_layer": 1}
     found = blend(engine, made, "query", 0.1, options=options).selected
     n = len(made.ids)
     rows = torch.arange(n - 4, n)
@@ -128,7 +129,8 @@ def test_query_scores_are_the_questions_attention(reduce: str) -> None:
             k[rows], v[rows] = fresh_k, fresh_v
             out, weights = dense(q, k, v, seen, scale, softcap)
             if index >= 1:
-                total.add_((weights.amax(1) if reduce == "max" else weights.mean(1)).mean(0))
+                of_head = weights.amax(1) if reduce == "max" else weights.mean(1)
+                total.add_((of_head.square() if combine == "rms" else of_head).mean(0))
             return out
 
         state = engine.layer(index, state, rows, attend)

@@ -110,14 +110,23 @@ def test_hybrid_takes_half_by_place_and_half_by_deviation() -> None:
 def test_query_divides_attention_by_the_distance() -> None:
     """Equal attention: nearer to the document's start wins; with power 0 the attention alone counts."""
     run = HandMade([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.8, 0.0, 0.0, 0.0])
-    assert run.picked("query", 0.1) == [6]  # 0.8 / 2 ** .25 = .673 > 1 / 5 ** .25 = .669
-    assert run.picked("query", 0.1, options={"power": 0}) == [4]
+    plain = {"first": 0}
+    assert run.picked("query", 0.1, options=plain) == [6]  # 0.8 / 2 ** .5 = .566 > 1 / 5 ** .5 = .447
+    assert run.picked("query", 0.1, options={**plain, "power": 0}) == [4]
+
+
+def test_query_takes_the_first_tokens_of_every_document_before_all_others() -> None:
+    """Among themselves by score, so that a budget below their number takes the best of them."""
+    run = HandMade([0.0, 0.1, 0.0, 0.0, 1.0, 0.2, 0.0, 0.0, 0.0, 0.9])
+    two = {"first": 2, "power": 0}
+    assert run.picked("query", 0.2, options=two) == [1, 5]
+    assert run.picked("query", 0.5, options=two) == [0, 1, 4, 5, 6]
 
 
 def test_query_hands_its_options_over_and_skips_the_pass_when_all_are_wanted() -> None:
     run = HandMade()
-    run.picked("query", 0.1, options={"rows": 7, "reduce": "mean", "first_layer": 2})
-    assert run.asked == [{"rows": 7, "reduce": "mean", "first_layer": 2}]
+    run.picked("query", 0.1, options={"rows": 7, "reduce": "mean", "combine": "mean", "first_layer": 2})
+    assert run.asked == [{"rows": 7, "reduce": "mean", "combine": "mean", "first_layer": 2}]
     assert HandMade().picked("query", 1.0) == list(range(10))
     run = HandMade()
     assert run.picked("query", 1.0) == list(range(10))
@@ -127,8 +136,8 @@ def test_query_hands_its_options_over_and_skips_the_pass_when_all_are_wanted() -
 def test_query_uses_the_stored_score_when_asked() -> None:
     """A token without a score counts with the mean of those that have one."""
     run = HandMade([1.0] * 10, stored=[1.0] * 8 + [9.0, NAN])
-    assert run.picked("query", 0.1, options={"power": 0, "stored_power": 1}) == [8]
-    assert run.picked("query", 0.2, options={"power": 0, "stored_power": 1}) == [8, 9]
+    assert run.picked("query", 0.1, options={"first": 0, "power": 0, "stored_power": 1}) == [8]
+    assert run.picked("query", 0.2, options={"first": 0, "power": 0, "stored_power": 1}) == [8, 9]
 
 
 def test_stored_ranks_by_the_kept_score() -> None:
@@ -153,9 +162,11 @@ def test_stored_without_any_score_takes_first_tokens() -> None:
             {},
             r"selector 'nearest' is unknown: use one of deviation, head, hybrid, none, query, random, stored",
         ),
-        ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are first_layer, power, reduce, rows"),
+        ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are combine, first, first_layer"),
         ("head", {"rows": 3}, r"selector 'head' has no option 'rows': accepted are none"),
         ("query", {"reduce": "median"}, r"option reduce = 'median': use max or mean"),
+        ("query", {"combine": "sum"}, r"option combine = 'sum': use rms or mean"),
+        ("query", {"first": -1}, r"option first = -1: use 0 or more"),
         ("query", {"rows": 0}, r"option rows = 0: use 1 or more"),
     ],
 )

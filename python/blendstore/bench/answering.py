@@ -27,8 +27,9 @@ class Answer:
 
     ``logits`` is float32 ``[len(answer), vocab]`` on any device: row i predicts answer token i, so row 0 comes from the
     prompt's last position. ``ttft_s`` is seconds from the token ids to row 0, without the answer's own tokens.
-    ``reused``, ``recomputed`` and ``fresh`` count the prompt's tokens; they add up to its length (exact prefix tokens
-    are ``reused``; for a full prefill everything is ``fresh``).
+    ``question``, where the engine gives it, is float32 ``[len(question) - 1, vocab]``: what the rows of the question
+    before the last say of the question's own next token. ``reused``, ``recomputed`` and ``fresh`` count the prompt's
+    tokens; they add up to its length (exact prefix tokens are ``reused``; for a full prefill everything is ``fresh``).
     """
 
     logits: torch.Tensor
@@ -36,6 +37,7 @@ class Answer:
     reused: int
     recomputed: int
     fresh: int
+    question: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,9 @@ class Provenance:
 class Answering(Protocol[CapturedT]):
     """An engine under measurement. All ids are plain token ids; nothing is added to them (no BOS, no template)."""
 
-    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Answer:
-        """The engine's own prefill of everything: the reference of every metric."""
+    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], question: int = 1) -> Answer:
+        """The engine's own prefill of everything: the reference of every metric. The question is the prompt's last
+        ``question`` tokens."""
         ...
 
     def capture(self, prompt: Prompt, provenance: Provenance) -> CapturedT:

@@ -162,7 +162,7 @@ def measure_all(engine: Answering[Any], todo: Sequence[prompts.Prompt], time_lim
 def answer(engine: Answering[Any], prompt: prompts.Prompt, captured: Any, way: Way) -> Answer:
     """One prompt in one way."""
     if way is NO_REUSE:
-        return engine.full(prompt.ids, prompt.answer)
+        return engine.full(prompt.ids, prompt.answer, len(prompt.question))
     if way is PREFIX_CACHE:
         return engine.prefix_cached(prompt, captured)
     if way.selector is None:
@@ -174,7 +174,7 @@ def summarise(measured: Measured, model: str) -> list[dict[str, Any]]:
     """One row a way of answering."""
     boot = Bootstrap(len(measured.answered))
     kinds = [prompt.kind for prompt in measured.answered]
-    reuse = [result["kl"] for result in measured.results[FULL_REUSE]]
+    reuse = measured.results[FULL_REUSE]
     full_ttft = statistics.median(result["ttft_ms"] for result in measured.results[NO_REUSE])
     rows = []
     for way, results in measured.results.items():

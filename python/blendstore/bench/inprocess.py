@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .prompts import Prompt, Tokenizer
 
 _CHUNK = 512
+_DRIFT = {f"drift_{setting.name}" for setting in fields(DriftSettings)}
 
 
 @dataclass(slots=True)
@@ -72,11 +73,11 @@ class TransformersAnswering:
         self._store = Store(capacity_bytes=1 << 32, chunk_size=_CHUNK, policy="lru")
         self._captures = 0
 
-    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Answer:
+    def full(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], question: int = 1) -> Answer:
         """The engine's own prefill."""
         begin = self._now()
         cache = DynamicCache()
-        first = forward(self._model, cache, prompt_ids, 0, keep=1)
+        first = forward(self._model, cache, prompt_ids, 0, keep=question)
         spent = self._now() - begin
         return self._answer(cache, first, prompt_ids, answer_ids, spent, 0, 0, len(prompt_ids))
 
@@ -118,8 +119,8 @@ class TransformersAnswering:
     def blended(self, prompt: Prompt, captured: Captured, selector: str, ratio: float, options: Options) -> Answer:
         """System prompt and documents from the store, ``ratio`` of them recomputed."""
         rest = dict(options)
-        strength, prior = float(rest.pop("drift_strength", 0.5)), float(rest.pop("drift_prior", 8.0))
-        drift = DriftSettings(strength, prior) if rest.pop("drift_correction") else None
+        given: dict[str, Any] = {key.removeprefix("drift_"): rest.pop(key) for key in _DRIFT & rest.keys()}
+        drift = DriftSettings(**given) if rest.pop("drift_correction") else None
         seed = int(rest.pop("seed", 0))
         if (selector == "stored" or "stored_power" in rest) and not captured.scores:
             captured.scores = self._score(captured)
@@ -138,7 +139,7 @@ class TransformersAnswering:
             ids = torch.from_numpy(tokens.astype(np.int64)).to(self._geometry.device)
             result = self._runner.run(ids, plan, records, settings)
         with torch.inference_mode():
-            first = self._engine.logits(result.state[-1:])
+            first = self._engine.logits(result.state[-len(prompt.question) :])
         cache = as_cache(result.kv)
         spent = self._now() - begin
         kept = plan.context - result.recomputed
@@ -216,10 +217,10 @@ class TransformersAnswering:
         self, cache: DynamicCache, first: Tensor, prompt_ids: Sequence[int], answer_ids: Sequence[int], spent: float,
         reused: int, recomputed: int, fresh: int,
     ) -> Answer:  # fmt: skip
-        rows = [first]
+        rows = [first[-1:]]
         if len(answer_ids) > 1:
             rows.append(forward(self._model, cache, answer_ids[:-1], len(prompt_ids), keep=0))
-        return Answer(torch.cat(rows), spent, reused, recomputed, fresh)
+        return Answer(torch.cat(rows), spent, reused, recomputed, fresh, first[:-1] if len(first) > 1 else None)
 
     def _now(self) -> float:
         if self._geometry.device.type == "cuda":

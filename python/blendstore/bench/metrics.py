@@ -44,21 +44,31 @@ def measure(
             f"logits {tuple(logits.shape)} and reference {tuple(reference.shape)} must both have one row for each of "
             f"the {len(answer)} answer tokens"
         )
-    mine, full = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
-    if not torch.isfinite(mine).all():
-        raise ValueError("the method's logits are not finite: its KV holds NaN or infinity")
-    # xlogy's convention: a token that the full prefill rules out (probability 0) adds nothing.
-    terms = torch.where(full.exp() > 0, full.exp() * (full - mine), torch.zeros_like(full))
-    said, expected = mine.argmax(-1), full.argmax(-1)
+    mine = logits.float().log_softmax(-1)
+    said, expected = mine.argmax(-1), reference.argmax(-1)
     target = torch.tensor(answer, device=said.device)
     right = said == target
     return Measured(
-        kl=max(0.0, terms.sum(-1).mean().item()),
+        kl=max(0.0, divergence(logits, reference).mean().item()),
         agree=int((said == expected).sum()),
         n=len(answer),
         nll=-mine.gather(-1, target[:, None]).mean().item(),
         exact=tuple(bool(right[start:stop].all()) for start, stop in spans),
     )
+
+
+def divergence(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """KL(reference ‖ logits) in nats of each row, float32 ``[rows]``, from logits ``[rows, vocab]``.
+
+    Raises ``ValueError`` when the method's logits are not finite.
+    """
+    import torch
+
+    mine, full = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
+    if not torch.isfinite(mine).all():
+        raise ValueError("the method's logits are not finite: its KV holds NaN or infinity")
+    # xlogy's convention: a token that the full prefill rules out (probability 0) adds nothing.
+    return torch.where(full.exp() > 0, full.exp() * (full - mine), torch.zeros_like(full)).sum(-1)
 
 
 def log_probability(logits: torch.Tensor, answer: Ids) -> float:

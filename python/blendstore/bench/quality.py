@@ -50,6 +50,7 @@ COLUMNS = {
     "kl": "KL",
     "kl_share_left": "share left",
     "kl_share_left_ci": "95 %",
+    "suffix_kl_share_left": "with question",
     "against": "− baseline",
     "top1": "top-1",
     "exact_match": "exact",
@@ -198,7 +199,7 @@ def answer_all(
         by_provenance.setdefault(method.provenance, []).append(method)
     if not by_provenance:
         return
-    full = engine.full(prompt.ids, prompt.answer)
+    full = engine.full(prompt.ids, prompt.answer, len(prompt.question))
     for provenance, members in by_provenance.items():
         if provenance == FULL.provenance:
             yield FULL, record(full, full, prompt)
@@ -252,7 +253,7 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """One row a method, full prefill first."""
     boot = Bootstrap(len(todo))
-    reuse = [result["kl"] for result in _records(results, todo, FULL_REUSE)]
+    reuse = _records(results, todo, FULL_REUSE)
     full_ttft = statistics.median(result["ttft_ms"] for result in _records(results, todo, FULL))
     rows = []
     for method in (FULL, *methods):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from blendstore.bench.answering import Answer
-from blendstore.bench.metrics import measure
+from blendstore.bench.metrics import divergence, measure
 from blendstore.bench.prompts import Prompt
 from blendstore.bench.stats import Bootstrap, kind_shares
 
@@ -24,21 +24,28 @@ def record(answer: Answer, full: Answer, prompt: Prompt) -> dict[str, Any]:
         raise ValueError(
             f"{prompt.kind} {prompt.seed}: {counts} do not add up to the prompt's {len(prompt.ids)} tokens"
         )
-    return {**asdict(measured), "ttft_ms": 1e3 * answer.ttft_s, **counts}
+    suffix_kl = measured.kl
+    if answer.question is not None and full.question is not None:
+        asked = divergence(answer.question, full.question)
+        rows = len(asked) + measured.n
+        suffix_kl = max(0.0, float(asked.sum()) + measured.kl * measured.n) / rows
+    return {**asdict(measured), "suffix_kl": suffix_kl, "ttft_ms": 1e3 * answer.ttft_s, **counts}
 
 
 def method_columns(
     results: Sequence[Mapping[str, Any]],
     kinds: Sequence[str],
-    reuse_kl: Sequence[float],
+    reuse: Sequence[Mapping[str, Any]],
     full_ttft_ms: float,
     bootstrap: Bootstrap,
 ) -> dict[str, Any]:
     """The measured columns of one method's row, from its results in the order of the prompts.
 
-    ``reuse_kl`` is the KL that full reuse of lead-in documents leaves on each prompt, the measure of ``kl_share_left``;
-    token counts are means over the prompts.
+    ``reuse`` are the results of full reuse of lead-in documents, whose KL is the measure of ``kl_share_left``.
+    ``suffix_kl`` and its share count the rows of the question too. Token counts are means over the prompts.
     """
+    reuse_kl = [result["kl"] for result in reuse]
+    suffix = bootstrap.ratio([r["suffix_kl"] for r in results], [r["suffix_kl"] for r in reuse])
     kl = [result["kl"] for result in results]
     share = bootstrap.ratio(kl, reuse_kl)
     spans = [hit for result in results for hit in result["exact"]]
@@ -47,6 +54,8 @@ def method_columns(
         "kl": statistics.fmean(kl),
         "kl_share_left": share.value,
         "kl_share_left_ci": share.ci,
+        "suffix_kl_share_left": suffix.value,
+        "suffix_kl_share_left_ci": suffix.ci,
         "top1": sum(result["agree"] for result in results) / sum(result["n"] for result in results),
         "exact_match": statistics.fmean(spans) if spans else None,
         "ttft_ms_median": ttft,

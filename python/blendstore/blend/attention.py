@@ -76,10 +76,10 @@ class RowAttention:
 
     def scored(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, reduce: Literal["max", "mean"], into: Tensor,
-        window: int | None = None, softcap: float | None = None,
+        square: bool = False, window: int | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """The same, and ``into`` [nkeys] float32 grows by the maximum or mean over the rows of the softmax weight of
-        each key, averaged over the heads: for few rows."""
+        each key, or its ``square``, averaged over the heads: for few rows."""
 
         def kernel() -> Tensor:
             from .triton_attention import add_scores, attend
@@ -87,13 +87,15 @@ class RowAttention:
             spots, hidden = self.positions, self._unseen
             out, normaliser = attend(q, k, v, spots, scale=scale, window=window, softcap=softcap, hidden=hidden)
             add_scores(
-                q, k, spots, normaliser, into, scale=scale, reduce=reduce, window=window, softcap=softcap, hidden=hidden
-            )
+                q, k, spots, normaliser, into, scale=scale, reduce=reduce, square=square, window=window,
+                softcap=softcap, hidden=hidden,
+            )  # fmt: skip
             return out
 
         def plain() -> Tensor:
             out, weights = self.weighted(q, k, v, scale=scale, window=window, softcap=softcap)
-            into.add_((weights.amax(1) if reduce == "max" else weights.mean(1)).mean(0))
+            of_head = weights.amax(1) if reduce == "max" else weights.mean(1)
+            into.add_((of_head.square() if square else of_head).mean(0))
             return out
 
         return attempt("scores", q.device, kernel, plain)

@@ -1,56 +1,72 @@
-"""Drift correction: what recomputing some of a document's tokens says about the others.
+"""Drift correction: what recomputing some tokens says about the others.
 
-In a new context the KV of a document's tokens moves partly together. Layer by layer, the mean difference of fresh and
-cached V, and of fresh and cached K with the rotation taken out, over a document's n recomputed tokens is added to its
-other tokens, shrunk by ``strength * n / (n + prior)``. Measured in docs/benchmarks.md; it helps on top of recomputing
-only.
+In a new context the KV of tokens moves, and similar tokens move alike. Layer by layer and head by head, the difference
+of fresh and cached V, and of fresh and cached K with the rotation taken out, at the recomputed tokens is carried over
+to all other reused tokens: a kernel average (Nadaraya-Watson) over the recomputed tokens s, weighted for token t by
+``exp((cosine of their cached V - 1) / temperature)``, times ``elsewhere`` where s is in another document. Of the other
+documents' tokens an evenly spaced sample stands for all of them, so that the cost doesn't grow with their number.
+``prior`` tokens of cosine 0.5 that did not move join the average, and the result is scaled by ``strength``. With an
+infinite temperature and ``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It
+helps on top of recomputing only; docs/quality.md has what it gives.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan import Span
-from .fused import attempt
 from .rotary import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
 class DriftSettings:
-    """``strength`` is the share of the mean difference that is applied; ``prior`` is in tokens."""
+    """``strength`` is the share of the average that is applied, ``temperature`` is in units of cosine, ``elsewhere``
+    the weight of other documents' tokens (0: none), of which about ``sample`` are used; ``prior`` is in tokens."""
 
-    strength: float = 0.5
-    prior: float = 8.0
+    strength: float = 0.6
+    temperature: float = 0.1
+    elsewhere: float = 0.3
+    sample: int = 64
+    prior: float = 1.0
 
 
 @dataclass(slots=True)
 class DriftCorrection:
     """The correction of one prompt: ``spans`` are its reused spans, ``selected`` [n] int64 the recomputed positions
-    (ascending), ``groups`` [n] int64 their documents, numbered 0..``documents``-1 as in ``numbers`` (group →
-    number). ``documents`` [tokens] int32 has every token's document, or -1 where it isn't reused; the kernels want it,
-    and make it themselves when it isn't given."""
+    (ascending), ``groups`` [n] int64 their documents, numbered as in ``numbers`` (group → number)."""
 
     settings: DriftSettings
     spans: Sequence[Span]
     selected: Tensor
     groups: Tensor
     numbers: dict[int, int]
-    documents: Tensor | None = None
-    _rows: tuple[Tensor, Tensor] | None = field(init=False, default=None)
-    _weights: Tensor = field(init=False)
+    _columns: dict[int, tuple[Tensor, Tensor]] = field(init=False)
     _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(
         init=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        counts = torch.zeros(len(self.numbers), device=self.selected.device)
-        counts.index_add_(0, self.groups, torch.ones_like(self.groups, dtype=torch.float32))
-        shrink = self.settings.strength * counts / (counts + self.settings.prior)
-        self._weights = (shrink / counts.clamp(min=1.0))[:, None, None]
+        # By document: indices into ``selected`` that are averaged over, and the logarithm of a weight but its cosine.
+        settings, n = self.settings, self.selected.shape[0]
+        groups = self.groups.tolist()
+        step = max(1, -(-n // max(1, settings.sample))) if settings.elsewhere else n + 1
+        sampled = range(step // 2, n, step)
+        self._columns = {}
+        for number in self.numbers.values():
+            own = [i for i, group in enumerate(groups) if group == number]
+            others = [i for i in sampled if groups[i] != number]
+            # Each of the sample stands for its share of all tokens of other documents.
+            share = settings.elsewhere * (n - len(own)) / max(1, len(others))
+            bias = torch.tensor([0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others))
+            bias -= 1.0 / settings.temperature
+            columns = torch.tensor([*own, *others], dtype=torch.int64)
+            self._columns[number] = columns.to(self.selected.device), bias.to(self.selected.device)
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.
@@ -58,45 +74,29 @@ class DriftCorrection:
         ``fresh_k``, ``fresh_v`` [n, kv_heads, dim] belong to ``selected``."""
         if not self.selected.shape[0]:
             return
-        attempt(
-            "drift correction",
-            k.device,
-            lambda: self._fused(table, k, v, fresh_k, fresh_v),
-            lambda: self._plain(table, k, v, fresh_k, fresh_v),
-        )
-
-    def _fused(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        from .triton_rows import add, difference
-
-        if self._rows is None:
-            order = self.groups.sort(stable=True)
-            edges = torch.arange(len(self.numbers) + 1, device=k.device)
-            self._rows = order.indices, torch.searchsorted(order.values, edges)
-        if self.documents is None:
-            self.documents = documents_of(self.spans, self.numbers, k.shape[0], k.device)
-        total = difference(table, k, v, fresh_k, fresh_v, self.selected, *self._rows, k.shape[0])
-        add(table, k, v, self.documents, total * self._weights)
-
-    def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        drift_v = self._mean((fresh_v - v[self.selected]).float())
-        drift_k = (fresh_k - k[self.selected]).float()
+        cached = v[self.selected].float()
+        moved = (fresh_k - k[self.selected]).float()
         if table is not None:
             (cos, sin), _ = self._turns(table)
-            drift_k = table.rotate(drift_k, cos, -sin)
-        drift_k = self._mean(drift_k)
+            moved = table.rotate(moved, cos, -sin)
+        # [kv_heads, n, 2 dims] and [kv_heads, dims, n]
+        drift = torch.cat([moved, fresh_v.float() - cached], -1).transpose(0, 1)
+        alike = F.normalize(cached, dim=-1).permute(1, 2, 0) / self.settings.temperature
+        still = self.settings.prior * math.exp(-0.5 / self.settings.temperature)
         for place, span in enumerate(self.spans):
-            number = self.numbers[span.group]
-            v[span.start : span.stop] += drift_v[number].to(v.dtype)
-            moved = drift_k[number][None]
+            columns, bias = self._columns[self.numbers[span.group]]
+            if not columns.shape[0]:
+                continue
+            here = slice(span.start, span.stop)
+            mine = F.normalize(v[here].float(), dim=-1).transpose(0, 1)
+            weights = torch.baddbmm(bias, mine, alike[..., columns]).exp_()
+            scale = self.settings.strength / (weights.sum(-1, keepdim=True) + still)
+            carried = torch.bmm(weights, drift[:, columns]).mul_(scale).transpose(0, 1)
+            drift_k, drift_v = carried.chunk(2, -1)
             if table is not None:
-                cos, sin = self._turns(table)[1][place]
-                room = moved.new_empty(len(span), *moved.shape[1:])
-                moved = table.rotate(moved.expand_as(room), cos, sin, out=room)
-            k[span.start : span.stop] += moved.to(k.dtype)
-
-    def _mean(self, difference: Tensor) -> Tensor:
-        total = difference.new_zeros(len(self.numbers), *difference.shape[1:])
-        return total.index_add_(0, self.groups, difference) * self._weights
+                drift_k = table.rotate(drift_k, *self._turns(table)[1][place])
+            k[here] += drift_k.to(k.dtype)
+            v[here] += drift_v.to(v.dtype)
 
     def _turns(self, table: RotaryTable) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
         found = self._angles.get(id(table))

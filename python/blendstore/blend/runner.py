@@ -18,7 +18,7 @@ from ..plan import BlendPlan, SpanKind
 from .attention import RowAttention
 from .drift import DriftCorrection, DriftSettings, documents_of
 from .model import EngineModel
-from .selectors import Candidates, OptionValue, Reduce, SelectorSettings, make_selector
+from .selectors import Candidates, Combine, OptionValue, Reduce, SelectorSettings, make_selector
 from .transfer import RecordSource, WorkingKV
 
 
@@ -162,15 +162,15 @@ class _Run:
     def budget(self, ratio: float) -> int:
         return min(len(self.candidates), round(ratio * self._plan.context))
 
-    def attention(self, *, rows: int, reduce: Reduce, first_layer: int) -> Tensor:
+    def attention(self, *, rows: int, reduce: Reduce, combine: Combine, first_layer: int) -> Tensor:
         query, hidden = self._question(rows)
         flow = _Flow(self._model, self._ids, query, hidden if hidden.shape[0] else None)
         total = torch.zeros(self._plan.ntokens, device=self._device)
-        scored = partial(flow.attention.scored, reduce=reduce, into=total)
+        scored = partial(flow.attention.scored, reduce=reduce, square=combine == "rms", into=total)
         while flow.layer < self.layers:
             flow.step(self._kv, attention=scored if flow.layer >= first_layer else None)
-        scores = total[self.candidates.positions] / max(1, self.layers - first_layer)
-        return self._model.all_reduce(scores)
+        scores = self._model.all_reduce(total[self.candidates.positions] / max(1, self.layers - first_layer))
+        return scores.sqrt() if combine == "rms" else scores
 
     def deviation(self, layer: int) -> Tensor:
         if not 1 <= layer < self.layers:
@@ -203,7 +203,7 @@ class _Run:
         correction = None
         if drift is not None and chosen.shape[0]:
             groups = self._documents[selected].long()
-            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers, self._documents)
+            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers)
             where = torch.searchsorted(flow.positions, selected)
 
         while flow.layer < self.layers:
@@ -241,4 +241,6 @@ class _Run:
             empty = torch.empty(0, dtype=torch.int64, device=self._device)
             return Candidates(empty, empty, empty, None)
         cat = [torch.cat(parts).to(self._device) for parts in (positions, distance, group)]
-        return Candidates(cat[0], cat[1], cat[2], torch.cat(stored).to(self._device) if scored else None)
+        # Each rank's records have the scores of its own heads; all ranks must select by the same ones.
+        kept = self._model.all_reduce(torch.cat(stored).to(self._device)) if scored else None
+        return Candidates(cat[0], cat[1], cat[2], kept)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 OptionValue = float | int | str
 Reduce = Literal["max", "mean"]
+Combine = Literal["rms", "mean"]
 
 
 class SelectorError(ValueError):
@@ -56,11 +57,11 @@ class SelectionRun(Protocol):
     def budget(self, ratio: float) -> int:
         """Tokens that ``ratio`` of the context allows, at most the candidates."""
 
-    def attention(self, *, rows: int, reduce: Reduce, first_layer: int) -> Tensor:
+    def attention(self, *, rows: int, reduce: Reduce, combine: Combine, first_layer: int) -> Tensor:
         """Attention of the prompt's last ``rows`` fresh tokens to each candidate, over the cached keys: [c] float32.
 
-        The maximum or mean over the rows, then the mean over heads and layers from ``first_layer`` on. Runs those rows
-        through every layer."""
+        The maximum or mean over the rows, then the root of the mean square, or the mean, over heads and layers from
+        ``first_layer`` on. Runs those rows through every layer."""
 
     def deviation(self, layer: int) -> Tensor:
         """Squared difference of fresh and cached K at ``layer``, summed over heads and dims: [c] float32 (CacheBlend,
@@ -160,34 +161,45 @@ class HybridSelector:
 class QuerySelector:
     """Two passes: the question's rows run over the reused KV first, and the tokens that they attend to are recomputed.
 
-    Score: mean over heads and layers of the maximum over the question's rows of the softmax attention, divided by
-    ``(1 + distance from the document's start) ** power``: error concentrates at the start of a document. Options:
-    ``rows`` (32), ``reduce`` (max), ``power`` (0.25), ``first_layer`` (1), ``stored_power`` (0): exponent of the
-    score kept with the record, where there is one."""
+    Score: root mean square over heads and layers of the maximum over the question's rows of the softmax attention (few
+    heads look anything up; squares let them be heard), divided by ``(1 + distance from the document's start) **
+    power``: error concentrates at the start of a document. The ``first`` tokens of every document come before all
+    others: they bind to what stood in front when they were captured. Options: ``rows`` (32), ``reduce`` (max),
+    ``combine`` (rms), ``power`` (0.5), ``first`` (4), ``first_layer`` (1), ``stored_power`` (0): exponent of the score
+    kept with the record, where there is one."""
 
     def __init__(self, settings: SelectorSettings) -> None:
         options = settings.options
         self._rows = int(options.get("rows", 32))
-        reduce = options.get("reduce", "max")
+        reduce, combine = options.get("reduce", "max"), options.get("combine", "rms")
         if reduce not in ("max", "mean"):
             raise SelectorError(f"selector option reduce = {reduce!r}: use max or mean")
+        if combine not in ("rms", "mean"):
+            raise SelectorError(f"selector option combine = {combine!r}: use rms or mean")
         self._reduce: Reduce = "max" if reduce == "max" else "mean"
-        self._power = float(options.get("power", 0.25))
+        self._combine: Combine = "rms" if combine == "rms" else "mean"
+        self._power = float(options.get("power", 0.5))
+        self._first = int(options.get("first", 4))
         self._first_layer = int(options.get("first_layer", 1))
         self._stored_power = float(options.get("stored_power", 0.0))
         if self._rows < 1:
             raise SelectorError(f"selector option rows = {self._rows}: use 1 or more")
+        if self._first < 0:
+            raise SelectorError(f"selector option first = {self._first}: use 0 or more")
 
     def select(self, run: SelectionRun, ratio: float) -> Tensor:
         count = run.budget(ratio)
         if count == len(run.candidates):
             return torch.arange(count, device=run.candidates.positions.device)
-        scores = run.attention(rows=self._rows, reduce=self._reduce, first_layer=self._first_layer)
-        scores = scores / (1.0 + run.candidates.distance.float()) ** self._power
+        scores = run.attention(
+            rows=self._rows, reduce=self._reduce, combine=self._combine, first_layer=self._first_layer
+        )
+        distance = run.candidates.distance
+        scores = scores / (1.0 + distance.float()) ** self._power
         stored = run.candidates.stored
         if self._stored_power and stored is not None:
             scores = scores * torch.where(stored.isnan(), stored.nanmean(), stored) ** self._stored_power
-        return top(scores, count)
+        return top(scores + (distance < self._first) * (1.0 + scores.amax()), count)
 
 
 class StoredSelector:
@@ -208,7 +220,9 @@ class StoredSelector:
 
 Factory = Callable[[SelectorSettings], Selector]
 
-_OPTIONS: dict[str, frozenset[str]] = {"query": frozenset({"rows", "reduce", "power", "first_layer", "stored_power"})}
+_OPTIONS: dict[str, frozenset[str]] = {
+    "query": frozenset({"rows", "reduce", "combine", "power", "first", "first_layer", "stored_power"})
+}
 _REGISTRY: dict[str, Factory] = {
     "none": lambda settings: NoSelector(),
     "random": RandomSelector,

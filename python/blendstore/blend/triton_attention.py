@@ -173,11 +173,11 @@ def _join(
 @triton.jit(do_not_specialize=["n", "nkeys", "window"])
 def _score(
     Q, K, POSITION, HIDDEN, NORMALISER, INTO, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, scale, softcap,
-    window, share, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
-    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, DIM: tl.constexpr,
+    window, share, row_share, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys' share of the attention: over the rows of a head the maximum or sum, then over the heads."""
+    """Add a block of keys' share of the attention: over the rows of a head the maximum or mean, then over the heads."""
     start = tl.program_id(0) * BN
     column, lane, line = tl.arange(0, BN), tl.arange(0, D), tl.arange(0, BM)
     key = start + column
@@ -201,7 +201,8 @@ def _score(
                 logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
                 weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
                 of_head = tl.maximum(of_head, tl.max(weight, 0)) if MAXIMUM else of_head + tl.sum(weight, 0)
-            sum_of_heads += of_head
+            of_head *= row_share
+            sum_of_heads += of_head * of_head if SQUARE else of_head
     if HIDES:
         hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
         sum_of_heads = tl.where(hidden == 0, sum_of_heads, 0.0)
@@ -293,10 +294,11 @@ def _splits(blocks: int, nkeys: int, keys: int, device: torch.device) -> int:
 
 def add_scores(
     q: Tensor, k: Tensor, positions: Tensor, normaliser: Tensor, into: Tensor, *, scale: float,
-    reduce: Literal["max", "mean"], window: int | None = None, softcap: float | None = None,
+    reduce: Literal["max", "mean"], square: bool = False, window: int | None = None, softcap: float | None = None,
     hidden: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add to ``into`` [nkeys] float32 the maximum or mean over the rows of the softmax weights, averaged over heads."""
+    """Add to ``into`` [nkeys] float32 the maximum or mean over the rows of the softmax weights, or its ``square``,
+    averaged over heads."""
     n, heads, dim = q.shape
     nkeys, kv_heads, _ = k.shape
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
@@ -305,10 +307,10 @@ def add_scores(
     keys = 32 if q.dtype == torch.float32 or padded > 128 else 64
     _score[(triton.cdiv(nkeys, keys),)](
         q, k, positions, hidden, normaliser, into, n, nkeys, q.stride(0), q.stride(1), k.stride(0), k.stride(1), scale,
-        softcap or 0.0, window or 0, 1.0 / (heads if reduce == "max" else heads * n), HEADS=heads,
+        softcap or 0.0, window or 0, 1.0 / heads, 1.0 if reduce == "max" else 1.0 / n, HEADS=heads,
         GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys, HIDES=hidden is not None,
-        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", PRECISION="ieee", BM=rows, BN=keys, D=padded, DIM=dim,
-        num_warps=4, num_stages=2,
+        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", SQUARE=square, PRECISION="ieee", BM=rows,
+        BN=keys, D=padded, DIM=dim, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -327,5 +329,5 @@ def warm_up(
             for hidden in (None, torch.zeros(nkeys, dtype=torch.uint8, device=device)):
                 seen: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": softcap, "hidden": hidden}
                 _, normaliser = attend(q, k, k, positions, **seen)
-                for reduce in ("max", "mean") if nkeys == 32 else ():
-                    add_scores(q, k, positions, normaliser, into, reduce=reduce, **seen)
+                for square in (False, True) if nkeys == 32 else ():
+                    add_scores(q, k, positions, normaliser, into, reduce="max", square=square, **seen)
