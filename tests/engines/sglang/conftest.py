@@ -1,0 +1,37 @@
+"""One server of each kind for all tests."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
+
+from tests.engines.sglang.servers import Server
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Server]:
+    """SGLang as it is."""
+    server = Server(blending=False)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def blending() -> Iterator[Server]:
+    """With blendstore: pages of one token, room for everything."""
+    server = Server(blending=True)
+    yield server
+    server.close()
+
+
+# The paged allocator of 0.5.14 is a Triton kernel, which no CPU runs.
+PAGE = 1 if version("sglang") == "0.5.14" else 16
+
+
+@pytest.fixture(scope="session")
+def tight() -> Iterator[Server]:
+    """With blendstore: pages of several tokens, prefill in steps of 64, a pool in which few requests fit."""
+    flags = {"chunked_prefill_size": 64, "max_total_tokens": 1536, "schedule_conservativeness": 0.1}
+    server = Server(blending=True, page_size=PAGE, **flags)
+    yield server
+    server.close()
