@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
-from tests.engines.sglang.servers import Server
+from tests.engines.sglang.servers import Server, environment
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +31,10 @@ PAGE = 1 if version("sglang") == "0.5.14" else 16
 
 @pytest.fixture(scope="session")
 def tight() -> Iterator[Server]:
-    """With blendstore: pages of several tokens, prefill in steps of 64, a pool in which few requests fit."""
-    flags = {"chunked_prefill_size": 64, "max_total_tokens": 1536, "schedule_conservativeness": 0.1}
-    server = Server(blending=True, page_size=PAGE, **flags)
+    """With blendstore: pages of several tokens, prefill in steps of 64, a pool in which few requests fit, and every
+    third step retracts some of them."""
+    flags: dict[str, Any] = {"chunked_prefill_size": 64, "max_total_tokens": 1536, "schedule_conservativeness": 0.1}
+    with environment(SGLANG_TEST_RETRACT="1"):
+        server = Server(blending=True, page_size=PAGE, **flags)
     yield server
     server.close()

@@ -73,7 +73,7 @@ class Server:
         self, prompt: Sequence[int], tokens: int, options: dict[str, Any], *, rid: str | None = None, **more: Any
     ) -> Answer:
         """One prompt from within the engine's event loop."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         if options:
             sampling["custom_params"] = {"blendstore": options}
         out = await self.engine.async_generate(

@@ -12,7 +12,7 @@ from tests.engines.sglang.conftest import PAGE
 from tests.engines.sglang.models import SEPARATOR, WORDS
 from tests.engines.sglang.servers import Answer, Server
 
-FULL = {"ratio": 1.0}
+FULL: dict[str, Any] = {"ratio": 1.0}
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -89,7 +89,8 @@ def under_load(server: Server, prompts: Sequence[list[int]], *, abort: float, se
 def test_case_b08_random_traffic_at_ratio_one_equals_the_plain_engine(
     kind: str, count: int, longest: int, plain: Server, request: pytest.FixtureRequest
 ) -> None:
-    """Mixed hits, aborts, concurrency 8; the tight server retracts, chunks its prefills and evicts all the time."""
+    """Mixed hits, aborts, concurrency 8; the tight server retracts, chunks its prefills and evicts all the time, so
+    that this is case b10 too: preempted in the middle and resumed, with the same output."""
     server: Server = request.getfixturevalue(kind)
     traffic = Traffic(7 if kind == "blending" else 8, longest)
     prompts = [traffic.prompt() for _ in range(count)]

@@ -37,6 +37,10 @@ log = logging.getLogger("blendstore.sglang")
 Tokens = NDArray[np.uint32]
 
 
+class Unreadable(RuntimeError):
+    """A record that was found can't be read any more: the engine computes its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Whose prompt it is and what it asked for; fixed for a request."""
@@ -214,14 +218,15 @@ class Serving:
 
     def _open(self, records: LeaseRecords, plan: BlendPlan) -> None:
         """Hold the bytes of every record before anything runs: a rank that fails later keeps the others waiting."""
-        failure: Exception | None = None
+        failure = ""
         try:
             for chunk in {span.chunk for span in plan.spans if span.kind in (SpanKind.EXACT, SpanKind.REUSED)}:
                 records.layer(chunk, 0)
         except Exception as error:
-            failure = error
-        if not self.ranks.all(failure is None):
-            raise failure or RuntimeError("another rank can't read its records")
+            # As text: the error's frames would hold the records' pins.
+            failure = f"{type(error).__name__}: {error}"
+        if not self.ranks.all(not failure):
+            raise Unreadable(failure or "a record of another rank can't be read")
 
     def keep(self, prepared: Prepared, tenant: Tenant, slots: Tensor, done: Callable[[], None]) -> None:
         """Copy what this prompt computed and the store lacks out of ``slots`` [n], the KV of its first n tokens, and

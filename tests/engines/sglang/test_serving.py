@@ -1,0 +1,291 @@
+"""Cases from the field on one rank's store, runner and pools, inside one real scheduler."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from blendstore.options import RequestOptions
+from tests.engines.sglang.forked import in_scheduler
+from tests.engines.sglang.models import SEPARATOR, folder_of
+from tests.engines.sglang.test_models import prompt, words
+
+CONFIG = {
+    "enable_blending": True, "chunk_size": 32, "blend_min_tokens": 16, "max_local_cpu_size": 0.05,
+    "require_blending": True, "blend_budget_ms": 0,
+}  # fmt: skip
+A, B, C, D = words(2, 100), words(3, 77), words(4, 50), words(6, 64)
+SYSTEM = 15
+
+
+class Bench:
+    """What the cases need of the scheduler that they run in."""
+
+    def __init__(self, context: Any, **config: Any) -> None:
+        from importlib.metadata import version as installed
+
+        from blendstore.config import Config
+        from blendstore_sglang.setup import set_up
+        from blendstore_sglang.versions import version_of
+
+        self.context, self.params = context, context.params
+        config = {**CONFIG, **config}
+        cache = set_up(context, Config.load(env={}, overrides=config), version_of(installed("sglang")))
+        self.serving = cache.serving
+        self.model, self.pool = self.serving.model, self.serving.pool
+        self.allocator = self.params.token_to_kv_pool_allocator
+        self.layers = range(self.serving.geometry.layers)
+
+    def own(self, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The engine's K and V of every layer."""
+        from blendstore_sglang.proof import own_prefill
+
+        with own_prefill(self.model, self.context.tp_worker.model_runner, self.params, len(tokens)) as prefill:
+            return [(k.clone(), v.clone()) for k, v in prefill(torch.tensor(tokens), 0)]
+
+    @contextmanager
+    def slots(self, count: int) -> Iterator[torch.Tensor]:
+        """Slots of the pool for a while."""
+        page = self.params.page_size
+        taken = self.allocator.alloc(-(-count // page) * page)
+        yield taken[:count].long()
+        self.allocator.free(taken)
+
+    def keep(self, tokens: list[int], **options: Any) -> None:
+        """As after a request that the engine has computed."""
+        tenant = self.tenant(reuse=False, **options)
+        array = np.array(tokens, dtype=np.uint32)
+        done = self.serving.look(array, tenant, held=0, exact=True, limit=0, blend=False)
+        with self.slots(len(tokens)) as slots:
+            for index, (k, v) in enumerate(self.own(tokens)):
+                self.pool.get_key_buffer(index)[slots], self.pool.get_value_buffer(index)[slots] = k, v
+            self.serving.keep(done.prepared, tenant, slots, lambda: None)
+
+    def tenant(self, **options: Any) -> Any:
+        from blendstore_sglang.serve import Tenant
+
+        return Tenant("test", RequestOptions(**options))
+
+    def blend(self, tokens: list[int], held: int = 0, **options: Any) -> dict[str, Any]:
+        """Fill a prompt of which the engine holds ``held`` tokens; errors against the engine's own KV."""
+        tenant, wanted = self.tenant(**options), self.own(tokens)
+        before = dict(self.serving.metrics.counts)
+        array = np.array(tokens, dtype=np.uint32)
+        outlook = self.serving.look(array, tenant, held=held, exact=True, limit=len(tokens) - 1, blend=True)
+        with self.slots(outlook.target) as slots:
+            for index, (k, v) in enumerate(wanted):
+                for buffer, own in ((self.pool.get_key_buffer(index), k), (self.pool.get_value_buffer(index), v)):
+                    buffer[slots] = torch.nan
+                    buffer[slots[:held]] = own[:held]
+            self.serving.fill(outlook, tenant, slots[:held], slots[held:], held)
+            outlook.prepared.release()
+            got = [(self.pool.get_key_buffer(i)[slots], self.pool.get_value_buffer(i)[slots]) for i in self.layers]
+        pairs = [
+            (x, y[: outlook.target])
+            for pair, own in zip(got, wanted, strict=True)
+            for x, y in zip(pair, own, strict=True)
+        ]
+        kept = all(torch.equal(x[:held], y[:held]) for x, y in pairs)
+        counts = self.serving.metrics.counts
+        return {
+            "target": outlook.target,
+            "largest": max(float((x - y).abs().max()) for x, y in pairs),
+            "sum": sum(float((x - y).square().sum()) for x, y in pairs),
+            "held untouched": kept,
+            "cut": outlook.cut,
+            **{
+                kind: counts[kind] - before.get(kind, 0)
+                for kind in ("prefix", "exact", "reused", "recomputed", "fresh")
+            },
+        }
+
+    def provenances(self, document: list[int]) -> set[int | None]:
+        """Of the document's records."""
+        tokens = np.array(document, dtype=np.uint32)
+        keys = self.serving.pipeline("").namespace(RequestOptions()).chain_keys(tokens, chunk_size=32)
+        with self.serving.store.lookup(keys) as lease:
+            metas = [lease.meta(index) for index in range(len(lease))]
+        return {None if meta is None else meta.provenance for meta in metas}
+
+
+def several(context: Any) -> dict[str, Any]:
+    """All cases that share one store."""
+    bench = Bench(context)
+    for document in (A, B, D):
+        bench.keep(prompt(document))
+    asked = prompt(D, C, B, A)
+    out: dict[str, Any] = {f"b03 {ratio}": bench.blend(asked, 60, ratio=ratio) for ratio in (0.15, 0.3, 0.6, 1.0)}
+    for ratio in (0.0, 0.5, 1.0):
+        out[f"b04 {ratio}"] = bench.blend(prompt(B, C, A), ratio=ratio)
+    out["single token left"] = bench.blend(prompt(B, A), len(prompt(B, A)) - 2, ratio=1.0)
+    tenant = bench.tenant()
+    for _ in range(1000):  # b09: looked up, and never filled
+        array = np.array(asked, dtype=np.uint32)
+        outlook = bench.serving.look(array, tenant, held=0, exact=True, limit=len(asked) - 1, blend=True)
+        outlook.prepared.release()
+        del outlook
+    out["b09"] = bench.serving.store.stats()
+    out["errors"] = bench.serving.metrics.counts["store_error"] + bench.serving.metrics.counts["fallback"]
+    return out
+
+
+def provenance(context: Any) -> list[set[int | None]]:
+    """Case b11 both ways, and what a blend computed."""
+    first, second, third = Bench(context), Bench(context), Bench(context)
+    first.keep(prompt(A, B))
+    out = [first.provenances(B)]
+    first.keep(prompt(B))
+    out.append(first.provenances(B))
+    second.keep(prompt(B))
+    out.append(second.provenances(B))
+    second.keep(prompt(A, B))
+    out.append(second.provenances(B))
+    third.keep([*A])
+    out.append(third.provenances(A))
+    return out
+
+
+def failing(context: Any) -> list[Any]:
+    """Case f01: a record that can't be read, of the wrong length, and a lease that has run out."""
+    from blendstore.blend import records
+
+    bench = Bench(context)
+    bench.keep(prompt(A))
+    bench.keep(prompt(B))
+    out: list[Any] = []
+    tenant, tokens = bench.tenant(ratio=1.0), prompt(B, A)
+    array = np.array(tokens, dtype=np.uint32)
+
+    def attempt() -> str:
+        outlook = bench.serving.look(array, tenant, held=0, exact=True, limit=len(tokens) - 1, blend=True)
+        try:
+            with bench.slots(outlook.target) as slots:
+                bench.serving.fill(outlook, tenant, slots[:0], slots, 0)
+        except Exception as error:
+            return str(error)
+        finally:
+            outlook.prepared.release()
+        return "filled"
+
+    view, module = records.record_view, cast(Any, records)
+    for kind, told in ((OSError, "the medium is gone"), (ValueError, "wrong length")):
+
+        def broken(*_: Any, kind: type[Exception] = kind, told: str = told) -> Any:
+            raise kind(told)
+
+        module.record_view = broken
+        out.append(attempt())
+    module.record_view = view
+    looked = bench.serving.look(array, tenant, held=0, exact=True, limit=len(tokens) - 1, blend=True)
+    looked.prepared.release()
+    try:
+        with bench.slots(looked.target) as slots:
+            bench.serving.fill(looked, tenant, slots[:0], slots, 0)
+    except Exception as error:
+        out.append(str(error))
+    out.append(attempt())
+    out.append(bench.serving.store.stats()["bytes_pinned"])
+    bench.serving.store.close()
+    bench.keep(prompt(C))
+    out.append(bench.serving.metrics.counts["store_error"])
+    return out
+
+
+def budgeted(context: Any) -> dict[str, Any]:
+    """A budget that holds for a part of the prompt, and one that holds for nothing."""
+    bench = Bench(context, blend_budget_ms=1000)
+    for document in (A, B, C, D):
+        bench.keep(prompt(document))
+    asked = prompt(D, C, B, A)
+    bench.serving.budget.calibrate((0.0, 0.0), (1.0, 1000 / 150))  # 150 rows a second
+    cut = bench.blend(asked, ratio=0.5)
+    bench.serving.budget.calibrate((0.0, 1e6), (1.0, 1e6))
+    tenant = bench.tenant(ratio=0.5)
+    array = np.array(asked, dtype=np.uint32)
+    refused = bench.serving.look(array, tenant, held=0, exact=True, limit=len(asked) - 1, blend=True)
+    refused.prepared.release()
+    return {"cut": cut, "refused target": refused.target, "given up": refused.cut, "asked": len(asked)}
+
+
+@functools.cache
+def answers() -> dict[str, Any]:
+    (out,) = in_scheduler(several, str(folder_of("llama")))
+    found: dict[str, Any] = out
+    return found
+
+
+SEPARATORS = len(SEPARATOR)
+QUESTION = 20
+
+
+def test_case_b03_error_falls_as_the_ratio_rises_behind_an_engine_held_prefix() -> None:
+    rows = [answers()[f"b03 {ratio}"] for ratio in (0.15, 0.3, 0.6, 1.0)]
+    sums = [row["sum"] for row in rows]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[-1] < 1e-6 * sums[0]
+    assert all(row["held untouched"] and row["prefix"] == 60 for row in rows)
+
+
+def test_case_b04_counters_tell_the_kinds_apart() -> None:
+    fresh = len(C) + QUESTION + 4 * SEPARATORS
+    for ratio in (0.0, 0.5, 1.0):
+        row = answers()[f"b04 {ratio}"]
+        context = row["exact"] + row["reused"] + row["recomputed"]
+        assert context == SYSTEM + len(A) + len(B)
+        assert row["recomputed"] == min(round(ratio * context), context - row["exact"])
+        assert row["fresh"] == fresh
+    assert answers()["b04 1.0"]["largest"] <= 2e-4
+    assert answers()["b04 0.0"]["largest"] > 1e-2, "or this model would not notice"
+
+
+def test_case_b07_memory_full_of_nan_reaches_no_output() -> None:
+    """Every case here blends into slots that hold NaN."""
+    rows = [row for name, row in answers().items() if name.startswith("b0") and "largest" in row]
+    assert len(rows) == 7
+    assert all(np.isfinite(row["largest"]) for row in rows)
+
+
+def test_case_b09_a_thousand_look_ups_that_lead_to_nothing_pin_nothing() -> None:
+    stats = answers()["b09"]
+    assert (stats["bytes_pinned"], stats["leases"]) == (0, 0)
+    assert answers()["errors"] == 0
+
+
+def test_a_prompt_that_the_engine_holds_but_for_its_end() -> None:
+    row = answers()["single token left"]
+    assert row["target"] == len(prompt(B, A)) - 2
+    assert row["held untouched"]
+
+
+def test_case_b11_the_documented_record_stays_and_a_bare_one_is_never_reused() -> None:
+    from blendstore.pipeline import IN_CONTEXT, LEAD_IN
+
+    ((behind, still, lead_in, replaced, bare),) = in_scheduler(provenance, str(folder_of("llama")))
+    assert (behind, still) == ({IN_CONTEXT}, {IN_CONTEXT})
+    assert (lead_in, replaced) == ({LEAD_IN}, {IN_CONTEXT})
+    assert bare == {None}, "what begins a prompt is no document"
+
+
+def test_case_f01_a_failing_record_costs_speed_only() -> None:
+    ((gone, wrong, expired, well, pinned, errors),) = in_scheduler(failing, str(folder_of("llama")))
+    assert (gone, wrong, well) == ("OSError: the medium is gone", "ValueError: wrong length", "filled")
+    assert expired.startswith("LeaseExpired")
+    assert pinned == 0
+    assert errors == 1, "a store that can't store is counted, and serving goes on"
+
+
+@pytest.mark.parametrize("field", ["target"])
+def test_a_blend_beyond_the_budget_is_cut_to_a_prefix_or_given_up(field: str) -> None:
+    (found,) = in_scheduler(budgeted, str(folder_of("llama")))
+    cut = found["cut"]
+    assert 0 < cut[field] < found["asked"] - 1
+    assert cut["cut"] > 0
+    assert cut["reused"] + cut["recomputed"] > 0
+    assert cut["exact"] + cut["reused"] + cut["recomputed"] + cut["fresh"] == found["asked"]
+    assert np.isfinite(cut["largest"])
+    assert found["refused target"] == 0
+    assert found["given up"] > 0
