@@ -104,7 +104,7 @@ class Config:
     blend_thresholds: tuple[float, ...] | None = _key(
         None, optional(float_list(0)), "and only tokens that deviate by more than this many times the mean"
     )
-    blend_drift_correction: bool = _key(True, switch(), "move cached KV by the mean drift of its recomputed tokens")
+    blend_drift_correction: bool = _key(True, switch(), "carry what recomputing changed over to similar tokens")
     capture: Literal["in_context", "isolated"] = _key(
         "in_context", one_of({s: s for s in ("in_context", "isolated")}), "which computed documents are stored"
     )
