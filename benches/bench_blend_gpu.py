@@ -316,7 +316,7 @@ def check_kernels() -> bool:
     """The checks of ``tests/kernels`` on this machine's GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
     command += ["-n", "12"] if importlib.util.find_spec("xdist") else []
-    files = [str(ROOT / "tests/kernels" / name) for name in ("check_attention.py", "check_rows.py")]
+    files = [str(ROOT / "tests/kernels" / name) for name in ("check_attention.py", "check_drift.py", "check_rows.py")]
     return subprocess.run([*command, *files], cwd=ROOT, check=False).returncode == 0  # noqa: S603 - our own files
 
 

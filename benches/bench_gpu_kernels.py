@@ -19,12 +19,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from blendstore.blend import triton_attention
+from blendstore.blend import triton_attention, triton_drift
+from blendstore.blend.drift import DriftSettings
 from blendstore.blend.rotary import RotaryTable
 from blendstore.blend.triton_attention import Tile, add_scores, attend
-from blendstore.blend.triton_rows import add, difference, turn
+from blendstore.blend.triton_drift import Recomputed, carry
+from blendstore.blend.triton_rows import turn
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
+DRIFT_TILES = (
+    Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 2),
+    Tile(64, 32, 4, 2), Tile(64, 32, 4, 3), Tile(64, 64, 8, 2),
+)  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -93,7 +99,7 @@ def attention_rows(tokens: int) -> list[Row]:
 
 
 def row_kernels(tokens: int) -> list[Row]:
-    """One layer's rotation and drift correction: 1,600 recomputed rows in five documents."""
+    """One layer's rotation and drift correction, a tenth of the rows recomputed, in five documents."""
     frequencies = 5e5 ** (-torch.arange(DIM // 2).double() / (DIM // 2))
 
     def lookup(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,17 +112,24 @@ def row_kernels(tokens: int) -> list[Row]:
     rows: list[Row] = []
     spent = milliseconds(lambda: turn(table, k, places, places, tokens))
     rows.append({"what": "rotation of all rows", "ms": spent, "gb_s": 2 * k.nbytes / spent / 1e6})
-    positions = torch.randperm(tokens, device="cuda")[:1600].sort().values
-    fresh = torch.randn(1600, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    bounds = torch.arange(0, 1601, 320, device="cuda")
-    order = torch.arange(1600, device="cuda")
-    spent = milliseconds(lambda: difference(table, k, v, fresh, fresh, positions, order, bounds, tokens))
-    rows.append({"what": "drift: mean difference", "ms": spent})
-    documents, drift = (places * 5 // tokens).int(), torch.zeros(2, 5, KV_HEADS, DIM, device="cuda")
-    spent = milliseconds(lambda: add(table, k, v, documents, drift))
-    rows.append({"what": "drift: add", "ms": spent, "gb_s": 4 * k.nbytes / spent / 1e6})
-    spent = milliseconds(lambda: k.index_put_((positions,), fresh))
-    rows.append({"what": "index_put of 1600 rows", "ms": spent})
+    positions = torch.randperm(tokens, device="cuda")[: tokens // 10].sort().values
+    fresh_k, fresh_v = (
+        torch.randn(len(positions), KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    documents = (places.long() * 5 // tokens).int()
+    kept = triton_drift.TILES[DIM]
+    for settings in (DriftSettings(), DriftSettings(elsewhere=0.0), DriftSettings(sample=len(positions))):
+        recomputed = Recomputed.of(settings, positions, documents[positions].long(), 5, documents)
+        for tile in DRIFT_TILES:
+            triton_drift.TILES[DIM] = [tile]
+            spent = milliseconds(partial(carry, settings, table, recomputed, k, v, fresh_k, fresh_v))
+            what = f"drift, elsewhere {settings.elsewhere}, sample {settings.sample}, {tile}"
+            # Every row is compared to its document's recomputed rows and the sample, and takes K and V from them.
+            work = 6 * KV_HEADS * DIM * tokens * (len(positions) // 5 + recomputed.sampled)
+            rows.append({"what": what, "ms": spent, "layers_ms": LAYERS * spent, "tflops": work / spent / 1e9})
+    triton_drift.TILES[DIM] = kept
+    spent = milliseconds(lambda: k.index_put_((positions,), fresh_k))
+    rows.append({"what": f"index_put of {len(positions)} rows", "ms": spent})
     return rows
 
 
@@ -148,7 +161,9 @@ def show(rows: list[Row]) -> None:
     """Print the table."""
     for row in rows:
         rate = "".join(
-            f"{row[key]:8.0f} {unit}" for key, unit in (("tflops", "TFLOP/s"), ("gb_s", "GB/s")) if key in row
+            f"{row[key]:8.0f} {unit}"
+            for key, unit in (("layers_ms", "ms for all layers"), ("tflops", "TFLOP/s"), ("gb_s", "GB/s"))
+            if key in row
         )
         print(f"{row['what']:<76}{row['ms']:10.3f} ms{rate}", flush=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, GptOssConfig, LlamaConfig, MambaConfig
+from transformers import DynamicCache, Gemma2Config, GptOssConfig, LlamaConfig, MambaConfig
 
 from blendstore import LeaseExpired, Store
 from blendstore.blend.records import LeaseRecords
@@ -448,3 +448,28 @@ def test_case_s13_tenants_share_nothing() -> None:
         assert (other.exact, other.reused, other.recomputed, other.fresh) == (0, 0, 0, len(prompt))
         same = engine.prefill(prompt, one).report
         assert same.exact + same.reused + same.recomputed >= len(A) - 16
+
+
+def test_a_gpu_is_made_ready_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is page-locked for as long as the engine lives, and the kernels that this model needs are compiled
+    before its first prompt; where blending is off there are none."""
+    calls: list[tuple[object, ...]] = []
+    lock = object()
+
+    def pin(*arguments: object) -> object:
+        calls.append(("pin", *arguments))
+        return lock
+
+    monkeypatch.setattr("blendstore_transformers.engine.pin", pin)
+    monkeypatch.setattr("blendstore_transformers.engine.warm_up", lambda *given: calls.append(("warm up", *given)))
+    for config, softcap in ((FAMILIES["llama"], None), (Gemma2Config(**SHAPE, attn_logit_softcapping=30.0), 30.0)):
+        calls.clear()
+        engine = engine_of(model_of(config))
+        assert engine.refusal == "" and engine._pinned is lock
+        assert calls == [
+            ("pin", engine.store, engine.geometry.device),
+            ("warm up", engine.geometry, softcap),
+        ]
+    calls.clear()
+    engine = engine_of(model_of(FAMILIES["llama"]), enable_blending=False)
+    assert calls == [("pin", engine.store, engine.geometry.device)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class Heads:
 
 LAYOUTS = [Heads(2, 2, 64), Heads(6, 2, 16), Heads(4, 1, 128), Heads(7, 1, 80), Heads(2, 1, 256)]
 TILES = {256: [Tile(32, 32, 4, 1)]}
+SCORES: list[tuple[Literal["max", "mean"], bool]] = [("max", False), ("max", True), ("mean", False), ("mean", True)]
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +77,14 @@ def check(
     outside = q.transpose(0, 1).contiguous().transpose(0, 1)
     found = rows(outside, k, v, scale=scale, window=window, softcap=softcap)
     torch.testing.assert_close(found.cpu().float(), wanted, rtol=0, atol=TOLERANCE[dtype])
-    for reduce in ("max", "mean") if n < 30 else ():
+    for reduce, square in SCORES if n < 30 else ():
         into = torch.ones(nkeys, device=DEVICE)
-        found = rows.scored(q, k, v, scale=scale, window=window, softcap=softcap, reduce=reduce, into=into)
+        found = rows.scored(
+            q, k, v, scale=scale, window=window, softcap=softcap, reduce=reduce, square=square, into=into
+        )
         torch.testing.assert_close(found.cpu().float(), wanted, rtol=0, atol=TOLERANCE[dtype])
-        share = (weights.amax(1) if reduce == "max" else weights.mean(1)).mean(0)
+        of_head = weights.amax(1) if reduce == "max" else weights.mean(1)
+        share = (of_head.square() if square else of_head).mean(0)
         torch.testing.assert_close(into.cpu().double(), 1 + share, rtol=0, atol=TOLERANCE[dtype])
 
 

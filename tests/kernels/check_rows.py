@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendstore.blend import BlendRunner, BlendSettings, fused, triton_attention, triton_rows
+from blendstore.blend import BlendRunner, BlendSettings, fused, triton_attention, triton_drift, triton_rows
 from blendstore.blend.copies import CopyStream
-from blendstore.blend.drift import DriftCorrection, DriftSettings
 from blendstore.blend.records import restore
 from blendstore.blend.runner import BlendResult
 from blendstore.blend.transfer import WorkingKV
@@ -26,7 +25,7 @@ ROPES = [rope(8), rope(4, 500.0, "interleaved", 1.25), rope(6, 300.0), rope(8, p
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if INTERPRETED:
         monkeypatch.setattr(triton_attention, "FLOAT32_TILES", TILES)
-        monkeypatch.setattr(triton_rows, "SPLITS", 2)
+        monkeypatch.setattr(triton_drift, "FLOAT32_TILES", TILES)
     fused.fallbacks.clear()
     yield
     assert not fused.fallbacks
@@ -67,37 +66,6 @@ def test_keys_turn_to_their_new_positions(turn: Rope, dtype: torch.dtype) -> Non
     wanted[rows.long()] = table.rotate(k[rows.long()], cos, sin)
     triton_rows.turn(table, k, rows, sources, 100)
     torch.testing.assert_close(k, wanted, rtol=1e-3 if dtype != torch.float32 else 0, atol=TOLERANCE[dtype] / 4)
-
-
-@pytest.mark.parametrize(
-    ("turn", "dtype"),
-    [*((turn, torch.float32) for turn in [None, *ROPES]), *((ROPES[0], dtype) for dtype in DTYPES[1:])],
-)
-def test_drift_correction(turn: Rope | None, dtype: torch.dtype) -> None:
-    """Documents in any order of numbers, of one row and of many, with rows between that belong to none."""
-    spans = [
-        Span(SpanKind.REUSED, 4, 44, 0, 0, 50, 7, 4),
-        Span(SpanKind.REUSED, 50, 60, 1, 0, 80, 7, 4),
-        Span(SpanKind.REUSED, 60, 75, 2, 0, 9, 3, 60),
-        Span(SpanKind.REUSED, 80, 90, 3, 0, 9, 9, 80),
-    ]
-    numbers = {7: 2, 3: 0, 9: 1}
-    positions = torch.tensor([*range(5, 40), 52, 55, 61])
-    groups = torch.tensor([2] * 37 + [0])
-    k, v = draw(100, 2, 16, seed=1, dtype=dtype), draw(100, 2, 16, seed=2, dtype=dtype)
-    fresh = [draw(38, 2, 16, seed=s, dtype=dtype) for s in (3, 4)]
-    made = DriftCorrection(DriftSettings(), spans, positions.to(DEVICE), groups.to(DEVICE), numbers)
-    table = None if turn is None else turn.table()
-    for _ in range(1 if INTERPRETED else 2):
-        found, wanted = (k.clone(), v.clone()), (k.clone(), v.clone())
-        made.apply(table, *found, *fresh)
-        made._plain(table, *wanted, *fresh)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE[dtype] / 2)
-    untouched = [*range(4), *range(44, 50), *range(75, 100)]
-    assert torch.equal(found[0][untouched], k[untouched])
-    assert torch.equal(found[1][untouched], v[untouched])
-    assert not torch.equal(found[1][60:75], v[60:75])
 
 
 def test_copies_are_strided_on_both_sides() -> None:

@@ -15,13 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan import Span
+from .fused import attempt
 from .rotary import RotaryTable
+
+if TYPE_CHECKING:
+    from .triton_drift import Recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +40,29 @@ class DriftSettings:
     sample: int = 64
     prior: float = 1.0
 
+    def sampled(self, n: int) -> range:
+        """Which of ``n`` recomputed tokens stand for all of them in other documents."""
+        step = max(1, -(-n // max(1, self.sample)))
+        return range(step // 2, n, step) if self.elsewhere else range(0)
+
 
 @dataclass(slots=True)
 class DriftCorrection:
     """The correction of one prompt: ``spans`` are its reused spans, ``selected`` [n] int64 the recomputed positions
-    (ascending), ``groups`` [n] int64 their documents, numbered as in ``numbers`` (group → number)."""
+    (ascending), ``groups`` [n] int64 their documents, numbered 0, 1, … as in ``numbers`` (group → number).
+    ``documents`` is `documents_of` the spans; the kernels want it, and make it themselves when it isn't given."""
 
     settings: DriftSettings
     spans: Sequence[Span]
     selected: Tensor
     groups: Tensor
     numbers: dict[int, int]
-    _columns: dict[int, tuple[Tensor, Tensor]] = field(init=False)
+    documents: Tensor | None = None
+    _recomputed: Recomputed | None = field(init=False, default=None)
+    _columns: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
     _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(
         init=False, default_factory=dict
     )
-
-    def __post_init__(self) -> None:
-        # By document: indices into ``selected`` that are averaged over, and the logarithm of a weight but its cosine.
-        settings, n = self.settings, self.selected.shape[0]
-        groups = self.groups.tolist()
-        step = max(1, -(-n // max(1, settings.sample))) if settings.elsewhere else n + 1
-        sampled = range(step // 2, n, step)
-        self._columns = {}
-        for number in self.numbers.values():
-            own = [i for i, group in enumerate(groups) if group == number]
-            others = [i for i in sampled if groups[i] != number]
-            # Each of the sample stands for its share of all tokens of other documents.
-            share = settings.elsewhere * (n - len(own)) / max(1, len(others))
-            bias = torch.tensor([0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others))
-            bias -= 1.0 / settings.temperature
-            columns = torch.tensor([*own, *others], dtype=torch.int64)
-            self._columns[number] = columns.to(self.selected.device), bias.to(self.selected.device)
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.
@@ -74,6 +70,27 @@ class DriftCorrection:
         ``fresh_k``, ``fresh_v`` [n, kv_heads, dim] belong to ``selected``."""
         if not self.selected.shape[0]:
             return
+        attempt(
+            "drift correction",
+            k.device,
+            lambda: self._fused(table, k, v, fresh_k, fresh_v),
+            lambda: self._plain(table, k, v, fresh_k, fresh_v),
+        )
+
+    def _fused(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
+        from .triton_drift import Recomputed, carry
+
+        if self._recomputed is None:
+            if self.documents is None:
+                self.documents = documents_of(self.spans, self.numbers, k.shape[0], k.device)
+            self._recomputed = Recomputed.of(
+                self.settings, self.selected, self.groups, len(self.numbers), self.documents
+            )
+        carry(self.settings, table, self._recomputed, k, v, fresh_k, fresh_v)
+
+    def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
+        if not self._columns:
+            self._columns = self._averaged()
         cached = v[self.selected].float()
         moved = (fresh_k - k[self.selected]).float()
         if table is not None:
@@ -90,13 +107,32 @@ class DriftCorrection:
             here = slice(span.start, span.stop)
             mine = F.normalize(v[here].float(), dim=-1).transpose(0, 1)
             weights = torch.baddbmm(bias, mine, alike[..., columns]).exp_()
-            scale = self.settings.strength / (weights.sum(-1, keepdim=True) + still)
+            # Where all weights are 0 nothing is added.
+            total = (weights.sum(-1, keepdim=True) + still).clamp_(min=torch.finfo(torch.float32).tiny)
+            scale = self.settings.strength / total
             carried = torch.bmm(weights, drift[:, columns]).mul_(scale).transpose(0, 1)
             drift_k, drift_v = carried.chunk(2, -1)
             if table is not None:
                 drift_k = table.rotate(drift_k, *self._turns(table)[1][place])
             k[here] += drift_k.to(k.dtype)
             v[here] += drift_v.to(v.dtype)
+
+    def _averaged(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By document: indices into ``selected`` that are averaged over, and the logarithm of a weight but its
+        cosine."""
+        settings, n = self.settings, self.selected.shape[0]
+        groups, sampled = self.groups.tolist(), settings.sampled(n)
+        out = {}
+        for number in self.numbers.values():
+            own = [i for i, group in enumerate(groups) if group == number]
+            others = [i for i in sampled if groups[i] != number]
+            # Each of the sample stands for its share of all tokens of other documents.
+            share = settings.elsewhere * (n - len(own)) / max(1, len(others))
+            bias = torch.tensor([0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others))
+            bias -= 1.0 / settings.temperature
+            columns = torch.tensor([*own, *others], dtype=torch.int64)
+            out[number] = columns.to(self.selected.device), bias.to(self.selected.device)
+        return out
 
     def _turns(self, table: RotaryTable) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
         found = self._angles.get(id(table))

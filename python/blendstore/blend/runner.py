@@ -203,7 +203,7 @@ class _Run:
         correction = None
         if drift is not None and chosen.shape[0]:
             groups = self._documents[selected].long()
-            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers)
+            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers, self._documents)
             where = torch.searchsorted(flow.positions, selected)
 
         while flow.layer < self.layers:

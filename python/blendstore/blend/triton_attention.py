@@ -219,9 +219,9 @@ class Tile:
     warps: int
     stages: int
 
-    def shared_bytes(self, dim: int, itemsize: int) -> int:
-        """Shared memory that the block needs, about."""
-        return (self.rows + 2 * self.keys * self.stages) * dim * itemsize
+    def shared_bytes(self, dim: int, width: int, itemsize: int) -> int:
+        """Shared memory that the block needs, about: rows of ``dim``, and a pipeline of keys with what they bring."""
+        return (self.rows * dim + self.keys * width * self.stages) * itemsize
 
 
 # By padded head size up to which they are used, best first; the first that fits the device's shared memory is taken.
@@ -243,13 +243,19 @@ def _device(device: torch.device) -> tuple[int, int]:
     return found.shared_memory_per_block_optin, found.multi_processor_count
 
 
+def fitting(tiles: dict[int, list[Tile]], dim: int, width: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The first of ``tiles`` for a padded head size whose blocks fit the device: rows of ``dim``, keys that bring
+    ``width`` numbers each. Raises `ValueError` for a head size larger than all."""
+    room = _device(device)[0]
+    for most, known in tiles.items():
+        if dim <= most:
+            return next((t for t in known if t.shared_bytes(dim, width, dtype.itemsize) <= room), known[-1])
+    raise ValueError(f"heads of {dim} dims: the kernels take up to {max(tiles)}")
+
+
 def tile(dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile for a padded head size, at most 256. Raises `ValueError` for a larger one."""
-    room = _device(device)[0]
-    for most, tiles in (FLOAT32_TILES if dtype == torch.float32 else TILES).items():
-        if dim <= most:
-            return next((t for t in tiles if t.shared_bytes(dim, dtype.itemsize) <= room), tiles[-1])
-    raise ValueError(f"heads of {dim} dims: the attention kernel takes up to 256")
+    return fitting(FLOAT32_TILES if dtype == torch.float32 else TILES, dim, 2 * dim, dtype, device)
 
 
 def attend(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, DynamicLayer, PreTrainedModel
 
 from blendstore._core import Store
-from blendstore.blend import BlendRunner, BlendSettings, Geometry
+from blendstore.blend import BlendRunner, BlendSettings, Geometry, pin, warm_up
 from blendstore.blend.drift import DriftSettings
 from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
@@ -95,6 +95,10 @@ class Engine:
             chunk_size=config.chunk_size,
             policy=config.cache_policy,
         )
+        # Both do nothing on a CPU. The arena is page-locked for as long as this is held.
+        self._pinned = pin(self.store, self.geometry.device)
+        if self._engine is not None:
+            warm_up(self.geometry, self._engine.softcap)
         made = identity(model, self.geometry)
         separators = None
         if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:

@@ -39,6 +39,7 @@ class _Seen:
     kv_heads: int
     head_dim: int
     window: int | None
+    softcap: float | None
 
 
 class TransformersModel:
@@ -62,6 +63,8 @@ class TransformersModel:
         if len(shapes) != 1:
             raise UnsupportedModel(f"its layers differ in heads or head size: {sorted(shapes)}")
         heads, kv_heads, head_dim = shapes.pop()
+        self.softcap = seen[0].softcap
+        """What the attention's logits are capped at, if at all."""
         self._geometry = Geometry(
             layers=len(self._layers),
             heads=heads,
@@ -169,7 +172,8 @@ class TransformersModel:
                 raise UnsupportedModel(f"its attention takes {unknown[0]!r}, which blending doesn't know")
             if k.shape[-1] != v.shape[-1]:
                 raise UnsupportedModel(f"its keys have {k.shape[-1]} dims and its values {v.shape[-1]}")
-            seen.append(_Seen(q.shape[1], k.shape[1], k.shape[-1], arguments.get("sliding_window")))
+            window, softcap = arguments.get("sliding_window"), arguments.get("softcap")
+            seen.append(_Seen(q.shape[1], k.shape[1], k.shape[-1], window, softcap))
             return torch.zeros_like(q).transpose(1, 2)
 
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(self.model.parameters()).device)
