@@ -116,11 +116,12 @@ def test_query_divides_attention_by_the_distance() -> None:
 
 
 def test_query_takes_the_first_tokens_of_every_document_before_all_others() -> None:
-    """Among themselves by score, so that a budget below their number takes the best of them."""
-    run = HandMade([0.0, 0.1, 0.0, 0.0, 1.0, 0.2, 0.0, 0.0, 0.0, 0.9])
+    """Among themselves by score, and in no more than a third of the budget."""
+    run = HandMade([0.0, 0.1, 0.5, 0.5, 1.0, 0.05, 0.0, 0.0, 0.0, 0.9])
     two = {"first": 2, "power": 0}
-    assert run.picked("query", 0.2, options=two) == [1, 5]
-    assert run.picked("query", 0.5, options=two) == [0, 1, 4, 5, 6]
+    assert run.picked("query", 0.2, options=two) == [4, 9]
+    assert run.picked("query", 0.3, options=two) == [1, 4, 9]
+    assert run.picked("query", 0.6, options=two) == [1, 2, 3, 4, 5, 9]
 
 
 def test_query_hands_its_options_over_and_skips_the_pass_when_all_are_wanted() -> None:
