@@ -32,6 +32,7 @@ from blendstore.forms import (
     one_of,
     optional,
     scalar_mapping,
+    shown,
     switch,
     text,
     text_list,
@@ -70,6 +71,7 @@ _POLICIES = {name: name for name in ("lru", "lfu", "fifo", "s3-fifo", "sieve")} 
     "s3_fifo": "s3-fifo",
 }
 _DIRECTORY = optional(local_path())
+_LEAST_MEMORY = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -79,7 +81,7 @@ class Config:
     # Store
     chunk_size: int = _key(256, whole(1, 65536), "tokens of a chunk, the unit of storage")
     local_cpu: bool = _key(True, switch(), "keep records in memory")
-    max_local_cpu_size: float = _key(5.0, number(0, above=True), "memory for records, in GiB (2**30 bytes)")
+    max_local_cpu_size: float = _key(5.0, number(0, 2047, above=True), "memory for records, in GiB (2**30 bytes)")
     cache_policy: str = _key("s3-fifo", one_of(_POLICIES), "eviction policy")
     save_unfull_chunk: bool = _key(False, switch(), "store the last, shorter chunk of a segment; forced by blending")
     pre_caching_hash_algorithm: str = _key(
@@ -94,12 +96,12 @@ class Config:
     segmenter: Literal["auto", "separator", "matcher", "whole"] = _key(
         "auto", one_of({s: s for s in ("auto", "separator", "matcher", "whole")}), "how prompts are cut"
     )
-    blend_min_tokens: int = _key(32, whole(1), "shortest run of tokens that is worth reusing")
+    blend_min_tokens: int = _key(32, whole(1, 2**31 - 1), "shortest run of tokens that is worth reusing")
     blend_selector: str = _key("query", text(), "which reused tokens are recomputed: name of a selector")
     blend_selector_options: Mapping[str, float | int | str] = _key({}, scalar_mapping(), "options of the selector")
     blend_recompute_ratios: tuple[float, ...] = _key((0.15,), float_list(0, 1), "share of reused tokens to recompute")
     blend_check_layers: tuple[int, ...] = _key(
-        (1,), int_list(1), "layers at which tokens are picked; layer 0 has no deviation, its KV is exact"
+        (1,), int_list(1, 65535), "layers at which tokens are picked; layer 0 has no deviation, its KV is exact"
     )
     blend_thresholds: tuple[float, ...] | None = _key(
         None, optional(float_list(0)), "and only tokens that deviate by more than this many times the mean"
@@ -117,7 +119,7 @@ class Config:
     )
 
     system_segments: int = _key(
-        1, whole(0), "leading parts of a prompt that are no documents; 0 when prompts begin with a document"
+        1, whole(0, 65535), "leading parts of a prompt that are no documents; 0 when prompts begin with a document"
     )
 
     # Not built yet
@@ -187,7 +189,7 @@ class Config:
         """The configuration of this process. ``overrides`` are arguments: key → value, above all else."""
         warnings: list[str] = []
         layers: list[tuple[str, str, object]] = []
-        file = Path(path).expanduser() if path is not None else _file_of(env, warnings)
+        file = _expanded(Path(path)) if path is not None else _file_of(env, warnings)
         if file is not None:
             layers += [(name, f"file {file}", value) for name, value in _read_file(file).items()]
         layers += _read_environment(env, warnings)
@@ -237,6 +239,11 @@ class Config:
                 not self.local_cpu,
                 "local_cpu: false leaves nowhere to store, because memory is the only tier of this version; "
                 "to turn caching off, start the engine without blendstore",
+            ),
+            (
+                self.max_local_cpu_bytes < _LEAST_MEMORY,
+                f"max_local_cpu_size: {self.max_local_cpu_size} GiB is {self.max_local_cpu_bytes} bytes, but a record "
+                f"takes at least {_LEAST_MEMORY}; give a larger size",
             ),
             (
                 list(layers) != sorted(set(layers)),
@@ -299,19 +306,26 @@ def _read(name: str, raw: object, origin: str) -> object:
     names = {known for known, _ in _keys()}
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        hidden = "***" if near and _about(near[0])["secret"] else repr(_redacted(raw))
+        hidden = "***" if near and _about(near[0])["secret"] else shown(_redacted(raw))
         hint = f"did you mean {near[0]}?" if near else "`blendstore config show` lists the keys"
         raise ConfigError(f"{redact(name)}: {hidden} ({origin}): no such key; {hint}")
     form: Form[object] = _about(name)["form"]
     try:
         return form.read(raw)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         reason = f" ({error})" if isinstance(error, Rejected) else ""
         raise ConfigError(f"{name}: {_shown(name, raw)} ({origin}) is not {form.accepted}{reason}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, of which the plain loader keeps the last."""
+    """YAML that refuses a key given twice, of which the plain loader keeps the last, and aliases, with which a few
+    lines stand for gigabytes or for themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases are not accepted", problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -334,6 +348,12 @@ def _read_file(file: Path) -> dict[str, object]:
         where = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
         raise ConfigError(f"configuration file {file}: {where}{redact(problem)}; give lines of `key: value`") from None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # What the library's constructors raise for scalars, keys and nesting that they don't expect.
+        raise ConfigError(
+            f"configuration file {file}: a value can't be read as YAML ({type(error).__name__}); "
+            "give lines of `key: value`"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -349,7 +369,14 @@ def _file_of(env: Mapping[str, str], warnings: list[str]) -> Path | None:
         return None
     if named[-1][1] != named[0][1]:
         warnings.append(f"CONFIG_FILE: {named[0][1]} (env {named[0][0]}) wins over {named[-1][1]} (env {named[-1][0]})")
-    return Path(named[0][1]).expanduser()
+    return _expanded(Path(named[0][1]))
+
+
+def _expanded(file: Path) -> Path:
+    try:
+        return file.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"configuration file {file}: {error}; give a path without ~") from None
 
 
 def _read_environment(env: Mapping[str, str], warnings: list[str]) -> list[tuple[str, str, object]]:
@@ -410,7 +437,7 @@ def _refuse_elsewhere(name: str, raw: object, origin: str) -> None:
     accepted |= {"yes", "on", "1"} if off is True else set()
     if raw != off and str(raw).strip().lower() not in accepted:
         raise ConfigError(
-            f"{name}: {_redacted(raw)!r} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
+            f"{name}: {shown(_redacted(raw))} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
             f"leave it out or give {'null' if off is None else str(off).lower()}"
         )
 
@@ -433,7 +460,10 @@ def _plain(name: str, value: object, hide: bool) -> object:
 
 def _shown(name: str, value: object) -> str:
     """One line for people: what `describe`, warnings and errors print."""
-    value = _plain(name, value, True)
+    try:
+        value = _plain(name, value, True)
+    except RecursionError:
+        return f"<{type(value).__name__}>"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return repr(value) if isinstance(value, str) else str(value)
+    return shown(value)

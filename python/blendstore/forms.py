@@ -25,6 +25,7 @@ __all__ = [
     "one_of",
     "optional",
     "scalar_mapping",
+    "shown",
     "switch",
     "text",
     "text_list",
@@ -40,10 +41,32 @@ class Rejected(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Form(Generic[T]):
-    """``read`` gives the value in its type or raises ``ValueError``; ``accepted`` completes the sentence "… is not"."""
+    """How one kind of value is read; ``accepted`` completes the sentence "… is not"."""
 
     accepted: str
-    read: Callable[[object], T]
+    reader: Callable[[object], T]
+
+    def read(self, raw: object) -> T:
+        """The value in its type. Raises ``ValueError`` for every other value, whatever Python itself makes of it: a
+        number beyond floats, JSON nested too deeply."""
+        try:
+            return self.reader(raw)
+        except Rejected:
+            raise
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise ValueError from None
+
+
+_LONGEST = 200
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: what ``repr`` says, at most 200 characters of it; never raises."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a value within itself
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -80,7 +103,8 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> For
             raise ValueError
         return _within(value, low, high)
 
-    return Form(f"a number {f'above {low}' if above else _range(low, high)}", read)
+    accepted = f"above {low}" if above else _range(low, high)
+    return Form(f"a number {accepted}{f' and at most {high}' if above and high is not None else ''}", read)
 
 
 def float_list(low: float, high: float | None = None) -> Form[tuple[float, ...]]:
@@ -99,11 +123,12 @@ def text_list() -> Form[tuple[str, ...]]:
 
 
 def text() -> Form[str]:
-    """A text as it is, outer blanks included."""
+    """A text as it is, outer blanks included. Half of a surrogate pair, which no encoding can write, is no text."""
 
     def read(raw: object) -> str:
         if not isinstance(raw, str):
             raise ValueError
+        raw.encode()
         return raw
 
     return Form("a text (in quotes, if it looks like a number or a boolean)", read)
@@ -139,18 +164,22 @@ def mapping() -> Form[Mapping[str, Any]]:
 
 
 def scalar_mapping() -> Form[Mapping[str, float | int | str]]:
-    """A mapping from names to numbers or texts, its JSON, or a comma string like ``rows=32, power=0.25``."""
+    """A mapping from names to finite numbers or texts, its JSON, or a comma string like ``rows=32, power=0.25``."""
+
+    def scalar(item: object) -> float | int | str:
+        if isinstance(item, bool) or not isinstance(item, int | float):
+            return text().read(item)
+        if not math.isfinite(item):
+            raise ValueError
+        return item
 
     def read(raw: object) -> Mapping[str, float | int | str]:
         if isinstance(raw, str) and not raw.lstrip().startswith("{"):
             pairs = [pair.partition("=") for pair in raw.split(",") if pair.strip()]
             if not all(name.strip() and equals and value.strip() for name, equals, value in pairs):
                 raise ValueError
-            return {name.strip(): _scalar(value.strip()) for name, _, value in pairs}
-        value = mapping().read(raw)
-        if any(not isinstance(item, int | float | str) for item in value.values()):
-            raise ValueError
-        return value
+            return {name.strip(): scalar(_scalar(value.strip())) for name, _, value in pairs}
+        return {name: scalar(item) for name, item in mapping().read(raw).items()}
 
     return Form('a mapping from names to numbers or texts, its JSON, or a text like "rows=32, power=0.25"', read)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from blendstore.config import Config
-from blendstore.forms import Form, number, scalar_mapping, switch, text
+from blendstore.forms import Form, number, scalar_mapping, shown, switch, text
 
 __all__ = ["OptionError", "RequestOptions"]
 
@@ -51,9 +51,9 @@ class RequestOptions:
                 continue
             try:
                 value = form.read(raw)
-            except (ValueError, TypeError):
-                shown = "***" if name == "tenant_salt" else repr(raw)
-                raise OptionError(f"{name}: {shown} is not {form.accepted}") from None
+            except ValueError:
+                told = "***" if name == "tenant_salt" else shown(raw)
+                raise OptionError(f"{name}: {told} is not {form.accepted}") from None
             object.__setattr__(self, name, value)
         if self.selector is not None and not self.selector.strip():
             raise OptionError("selector: '' is no name; leave it out or give the name of a registered selector")
@@ -62,11 +62,14 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, object] | None) -> "RequestOptions":
-        """From the mapping that came with a request. Raises `OptionError`, also for fields that do not exist."""
+        """From the mapping that came with a request. Raises `OptionError`, also for fields that do not exist and for
+        what is no mapping."""
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"options: {shown(given)} is not a mapping from names to values")
         known = [f.name for f in fields(cls)]
-        unknown = sorted(str(name) for name in given or {} if name not in known)
+        unknown = sorted(name if isinstance(name, str) else shown(name) for name in given or {} if name not in known)
         if unknown:
-            raise OptionError(f"{unknown[0]}: no such option; the options are {', '.join(known)}")
+            raise OptionError(f"{unknown[0][:40]}: no such option; the options are {', '.join(known)}")
         arguments: dict[str, Any] = dict(given or {})
         return cls(**arguments)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from .blend import BlendSettings
 from .blend.drift import DriftSettings
 from .config import Config
+from .forms import shown
 from .options import OptionError, RequestOptions
 
 OPTIONS_FIELD = "blendstore"
@@ -58,7 +59,7 @@ def read_options(given: Mapping[str, object] | None) -> RequestOptions:
     if raw is None:
         return RequestOptions()
     if not isinstance(raw, Mapping):
-        raise OptionError(f"{OPTIONS_FIELD}: {raw!r} is not a mapping of options")
+        raise OptionError(f"{OPTIONS_FIELD}: {shown(raw)} is not a mapping of options")
     return RequestOptions.parse(raw)
 
 

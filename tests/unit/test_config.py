@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from blendstore.config import Config, ConfigError
+from blendstore.forms import shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,10 +163,10 @@ def test_direct_construction_is_checked_the_same_way() -> None:
         ({"blend_recompute_ratios": 1.5}, "from 0 to 1"),
         ({"blend_recompute_ratios": -0.1}, "from 0 to 1"),
         ({"blend_recompute_ratios": []}, "a number, a list or a comma string"),
-        ({"blend_check_layers": 0}, "at least 1"),
+        ({"blend_check_layers": 0}, "from 1 to"),
         ({"blend_check_layers": [1.5]}, "whole number"),
         ({"blend_thresholds": -1}, "at least 0"),
-        ({"blend_min_tokens": 0}, "at least 1"),
+        ({"blend_min_tokens": 0}, "from 1 to"),
         ({"blend_special_str": 7}, "a text"),
         ({"blend_selector_options": [1]}, "a mapping"),
         ({"blend_selector_options": {"rows": None}}, "a mapping"),
@@ -323,3 +324,64 @@ def test_configurations_travel_to_other_processes() -> None:
     copy = pickle.loads(pickle.dumps(config))  # noqa: S301 - our own bytes
     assert copy == config
     assert copy.origins == config.origins
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "chunk_size: 2020-13-45",
+        "chunk_size: !!int ''",
+        "chunk_size: !!bool x",
+        "chunk_size: !!timestamp x",
+        "chunk_size: 0x" + "f" * 10_000,
+        "chunk_size: " + "9" * 5_000,
+        "? [a]\n: b",
+        "- " * 3_000 + "x",
+        "extra_config: &a {b: *a}",
+        "extra_config: {a: &a [1, 1], b: [*a, *a]}",
+    ],
+)
+def test_hostile_files_are_refused(tmp_path: Path, content: str) -> None:
+    """Values that the YAML library itself stumbles over, and aliases, with which a few lines stand for gigabytes."""
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        Config.load(file, env={})
+    assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.parametrize("name", list(Config.load(env={}).origins))
+@pytest.mark.parametrize("value", [10**5000, "\ud800", '{"a":' * 50_000, "x" * 100_000], ids=shown)
+def test_hostile_values_are_refused_by_name_in_few_words(name: str, value: object) -> None:
+    try:
+        config = Config.load(env={}, overrides={name: value})
+    except ConfigError as error:
+        assert name in str(error)
+        assert len(str(error)) < 1_000
+    else:  # a text of any length is a text
+        assert isinstance(getattr(config, name), str)
+        assert len(config.describe()) < 20_000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_local_cpu_size": 1e308},
+        {"max_local_cpu_size": 10**400},
+        {"max_local_cpu_size": 1e-12},
+        {"blend_min_tokens": 10**30},
+        {"blend_check_layers": 10**30},
+        {"system_segments": 10**5000},
+        {"blend_selector_options": "power=nan"},
+    ],
+    ids=shown,
+)
+def test_numbers_that_nothing_can_run_with_are_refused_by_name(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        Config.load(env={}, overrides=given)
+
+
+@pytest.mark.parametrize("file", ["~nobody-of-that-name/c.yaml", "a\0b"])
+def test_impossible_places_of_the_file_are_refused(file: str) -> None:
+    with pytest.raises(ConfigError, match="configuration file"):
+        Config.load(file, env={})

@@ -1,8 +1,11 @@
 """Options of one request: parsing, errors that name the field, and what the configuration fills in."""
 
+from typing import Any
+
 import pytest
 
 from blendstore.config import Config
+from blendstore.forms import shown
 from blendstore.options import OptionError, RequestOptions
 
 CONFIG = Config(
@@ -82,3 +85,38 @@ def test_the_salt_is_shown_nowhere() -> None:
     with pytest.raises(OptionError) as caught:
         RequestOptions.parse({"tenant_salt": ["alice"]})
     assert "alice" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ratio", 10**400),
+        ("ratio", 10**5000),
+        ("reuse", 10**5000),
+        ("store", "x" * 1_000_000),
+        ("selector", "\ud800"),
+        ("tenant_salt", "\ud800 alice"),
+        ("selector_options", '{"a":' * 50_000),
+        ("selector_options", {"power": float("nan")}),
+        ("selector_options", '{"power": NaN}'),
+        ("selector_options", "power=inf"),
+        ("selector_options", {"power": 10**400}),
+        ("selector_options", {"rows": True}),
+        ("selector_options", {"reduce": "\ud800"}),
+    ],
+    ids=shown,
+)
+def test_hostile_values_are_refused_by_name_in_few_words(name: str, value: object) -> None:
+    """Whatever a request's JSON can hold ends as an `OptionError`: anything else would end a serving engine."""
+    with pytest.raises(OptionError) as caught:
+        RequestOptions.parse({name: value})
+    assert str(caught.value).startswith(f"{name}: ")
+    assert len(str(caught.value)) < 500
+    assert "alice" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [5, "ratio", ["ratio"], {"x" * 100_000: 1}, {10**5000: 1}], ids=shown)
+def test_what_is_no_mapping_of_options_is_refused(given: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        RequestOptions.parse(given)
+    assert len(str(caught.value)) < 500
