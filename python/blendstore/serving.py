@@ -85,11 +85,14 @@ def signature(how: BlendSettings) -> str:
 
 
 def salted(config: Config, options: RequestOptions, *engine: str) -> RequestOptions:
-    """``options`` whose tenant salt also covers what the engine separates tenants by, if anything."""
-    if not any(engine):
+    """``options`` whose tenant salt also covers what the engine separates tenants by, if anything.
+
+    Different parts give different salts: a salt that reads like several parts is framed as the single one that it is,
+    so that no request's own salt leads to the records of another tenant or adapter."""
+    salt = options.tenant_salt or config.tenant_salt
+    if not any(engine) and not salt.startswith("["):
         return options
-    parts = [options.tenant_salt or config.tenant_salt, *engine]
-    return replace(options, tenant_salt=json.dumps(parts))
+    return replace(options, tenant_salt=json.dumps([salt, *engine] if any(engine) else [salt]))
 
 
 def describe(how: BlendSettings) -> str:
