@@ -435,7 +435,8 @@ def _refuse_elsewhere(name: str, raw: object, origin: str) -> None:
     off = _ELSEWHERE[name]
     accepted = {"", "none", "null", str(off).lower(), *(("no", "off", "0") if off is False else ())}
     accepted |= {"yes", "on", "1"} if off is True else set()
-    if raw != off and str(raw).strip().lower() not in accepted:
+    word = raw if isinstance(raw, str) else shown(raw)
+    if raw != off and word.strip().lower() not in accepted:
         raise ConfigError(
             f"{name}: {shown(_redacted(raw))} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
             f"leave it out or give {'null' if off is None else str(off).lower()}"

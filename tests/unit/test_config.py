@@ -335,6 +335,7 @@ def test_configurations_travel_to_other_processes() -> None:
         "chunk_size: !!timestamp x",
         "chunk_size: 0x" + "f" * 10_000,
         "chunk_size: " + "9" * 5_000,
+        "mp_port: 0x" + "f" * 10_000,
         "? [a]\n: b",
         "- " * 3_000 + "x",
         "extra_config: &a {b: *a}",
