@@ -38,3 +38,9 @@ def tight() -> Iterator[Server]:
         server = Server(blending=True, page_size=PAGE, **flags)
     yield server
     server.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The embedded engine computes in this process, and a process forked after that may wait for its threads for ever:
+    tests that fork come first."""
+    items.sort(key=lambda item: item.path.name == "test_http.py")

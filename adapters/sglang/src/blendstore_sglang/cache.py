@@ -95,6 +95,7 @@ class BlendingCache:
         if progress is None or progress.passive or progress.kept:
             return
         progress.kept = progress.settled = True
+        self.serving.metrics.store(self.serving.store)
         key = self.version.radix_key_of(request, progress.tokens)
         match = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
         held = self.version.held(match)
@@ -207,6 +208,7 @@ class BlendingCache:
             progress.outlook = outlook
         elif outlook.cut:
             serving.metrics.event("over_budget")
+            log.info("blendstore: request %s: nothing is blended, it would take longer than the budget", tenant.name)
 
     def _fill(self, request: Any, progress: Progress, target: int) -> Any:
         """Returns what `init_load_back` returns, or None when the engine has to compute the prompt."""

@@ -95,6 +95,7 @@ class SGLangModel:
         key = self.pool.get_key_buffer(0)
         if key.shape[1:] != (first.tp_k_head_num, first.head_dim):
             raise Refused(f"its KV pool holds {tuple(key.shape)}, not [slots, KV heads, head size]")
+        self.softcap = float(first.logit_cap or 0) or None
         self._prefix = torch.empty(0, dtype=torch.int64, device=key.device)
         self._geometry = Geometry(
             layers=len(self._layers),

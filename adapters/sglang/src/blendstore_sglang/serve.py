@@ -82,6 +82,8 @@ class Serving:
     page_size: int
     streams: Streams
     ranks: Ranks = field(default_factory=Ranks)
+    pinned: Any = None
+    """Keeps the store's memory page-locked."""
     epoch: int = 0
     """Grows when records were published: what was planned before may be out of date."""
     budget: Budget = field(init=False)
@@ -244,7 +246,8 @@ class Serving:
             done()
             return
 
-        def publish() -> None:
+        def publish(read: Tensor = slots) -> None:
+            del read  # held until now: the copies have read it on another stream than its own
             self.epoch += 1
             try:
                 self.metrics.event("stored", capture.commit())
@@ -275,7 +278,6 @@ class Serving:
         """Count one prompt and log it."""
         self.metrics.served(served)
         self.metrics.event("cut", bool(served.cut))
-        self.metrics.store(self.store)
         log.info("blendstore: %s", served.line())
 
     def _rows(self, run: BlendPlan, tenant: Tenant) -> float:

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from blendstore import Store
-from blendstore.blend import Geometry
+from blendstore.blend import Geometry, pin, warm_up
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, run_fresh
 from blendstore.config import Config
@@ -77,9 +77,11 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         metrics=metrics,
         page_size=context.params.page_size,
         streams=Streams(runner.forward_stream if geometry.device.type == "cuda" else None),
+        pinned=pin(store, geometry.device),
         ranks=Ranks(context.params.tp_cache_group if context.tp_size > 1 else None),
     )
     if model is not None:
+        warm_up(geometry, model.softcap)
         _calibrate(serving, model)
     cache = version.make_cache(context, BlendingCache)
     cache.serving, cache.version = serving, version
