@@ -7,6 +7,7 @@ Afterwards every layer holds valid K and V for every token of the plan. Nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,8 +86,8 @@ class BlendRunner:
         return BlendResult(kv.data, positions, state, selected)
 
 
-class _KeysSeen(Exception):
-    """Leaves a layer once its keys are known; the rest of it isn't wanted."""
+class _Enough(Exception):
+    """Leaves a layer once what was wanted of it is known."""
 
 
 class _Flow:
@@ -133,11 +134,11 @@ class _Flow:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
             seen.append(k)
-            raise _KeysSeen
+            raise _Enough
 
         try:
             self.model.layer(self.layer, self.state, self.positions, attend)
-        except _KeysSeen:
+        except _Enough:
             return seen[0]
         raise RuntimeError(f"layer {self.layer} of the engine never called the attention it was given")
 
@@ -167,8 +168,15 @@ class _Run:
         flow = _Flow(self._model, self._ids, query, hidden if hidden.shape[0] else None)
         total = torch.zeros(self._plan.ntokens, device=self._device)
         scored = partial(flow.attention.scored, reduce=reduce, square=combine == "rms", into=total)
-        while flow.layer < self.layers:
-            flow.step(self._kv, attention=scored if flow.layer >= first_layer else None)
+
+        def enough(*qkv: Tensor, **how: Any) -> Tensor:
+            scored(*qkv, **how)
+            raise _Enough
+
+        with suppress(_Enough):
+            while flow.layer < self.layers:
+                wanted = enough if flow.layer == self.layers - 1 else scored
+                flow.step(self._kv, attention=wanted if flow.layer >= first_layer else None)
         scores = self._model.all_reduce(total[self.candidates.positions] / max(1, self.layers - first_layer))
         return scores.sqrt() if combine == "rms" else scores
 

@@ -56,6 +56,8 @@ class TransformersModel:
         )
         """What each layer's rotary table goes by, or None where the model has one for all."""
         self._held: DynamicCache | None = None
+        # Cosines and sines of the positions seen last, by kind: all layers of a pass share them.
+        self._turned: tuple[Tensor | None, dict[str | None, Any]] = (None, {})
         _refuse_moving_rotary(model)
         parameter = next(model.parameters())
         seen = self._probe()
@@ -99,7 +101,11 @@ class TransformersModel:
             out = attend(*rows, scale=float(arguments["scaling"]), softcap=arguments.get("softcap"))
             return out[None]
 
-        embeddings = self.rotary(index, positions, state)
+        if self._turned[0] is not positions:
+            self._turned = (positions, {})
+        kind, known = self.rotary_kinds[index], self._turned[1]
+        if kind not in known:
+            known[kind] = self.rotary(index, positions, state)
         with routed(route):
             out = self._layers[index](
                 state[None],
@@ -107,7 +113,7 @@ class TransformersModel:
                 position_ids=positions[None],
                 past_key_values=None,
                 use_cache=False,
-                position_embeddings=embeddings,
+                position_embeddings=known[kind],
             )
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         return hidden[0]
