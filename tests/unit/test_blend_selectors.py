@@ -165,15 +165,35 @@ def test_stored_without_any_score_takes_first_tokens() -> None:
         ),
         ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are combine, first, first_layer"),
         ("head", {"rows": 3}, r"selector 'head' has no option 'rows': accepted are none"),
-        ("query", {"reduce": "median"}, r"option reduce = 'median': use max or mean"),
-        ("query", {"combine": "sum"}, r"option combine = 'sum': use rms or mean"),
-        ("query", {"first": -1}, r"option first = -1: use 0 or more"),
-        ("query", {"rows": 0}, r"option rows = 0: use 1 or more"),
+        ("query", {"reduce": "median"}, r"option reduce = 'median': use one of max, mean"),
+        ("query", {"combine": "sum"}, r"option combine = 'sum': use one of mean, rms"),
+        ("query", {"first": -1}, r"option first = -1: use a whole number from 0 to "),
+        ("query", {"rows": 0}, r"option rows = 0: use a whole number from 1 to "),
+        ("query", {"rows": "abc"}, r"option rows = 'abc': use a whole number from 1 to "),
+        ("query", {"rows": 1.5}, r"option rows = 1.5: use a whole number from 1 to "),
+        ("query", {"rows": 2**70}, r"option rows = \d+: use a whole number from 1 to "),
+        ("query", {"first": 2**70}, r"option first = \d+: use a whole number from 0 to "),
+        ("query", {"first_layer": -1}, r"option first_layer = -1: use a whole number from 0 to "),
+        ("query", {"power": float("nan")}, r"option power = nan: use a number from -16 to 16"),
+        ("query", {"power": "steep"}, r"option power = 'steep': use a number from -16 to 16"),
+        ("query", {"stored_power": -1}, r"option stored_power = -1: use a number from 0 to 16"),
     ],
 )
 def test_mistakes_are_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SelectorError, match=message):
         make_selector(name, SelectorSettings(options=options))
+
+
+@pytest.mark.parametrize("name", ["deviation", "hybrid"])
+def test_layers_that_the_model_has_not_are_named(name: str) -> None:
+    """At start, and not as a fallback of every prompt."""
+    with pytest.raises(SelectorError, match=r"check layer 4: use 1\.\.3"):
+        make_selector(name, SelectorSettings(check_layers=(4,), layers=4))
+    make_selector(name, SelectorSettings(check_layers=(3,), layers=4))
+    make_selector("query", SelectorSettings(check_layers=(4,), layers=4))
+    make_selector("query", SelectorSettings(layers=1))
+    with pytest.raises(SelectorError, match="first_layer = 4: use a whole number from 0 to 3"):
+        make_selector("query", SelectorSettings(options={"first_layer": 4}, layers=4))
 
 
 class Last:

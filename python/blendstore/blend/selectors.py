@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..forms import Form, number, one_of, shown, whole
+
+T = TypeVar("T")
+_MOST = 2**31 - 1
 OptionValue = float | int | str
 Reduce = Literal["max", "mean"]
 Combine = Literal["rms", "mean"]
@@ -86,6 +90,25 @@ class SelectorSettings:
     thresholds: tuple[float, ...] | None = None
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     seed: int = 0
+    layers: int | None = None
+    """Of the model, where it is known."""
+
+    def option(self, name: str, form: Form[T], default: T) -> T:
+        """The option ``name``, read by ``form``. Raises `SelectorError`."""
+        if name not in self.options:
+            return default
+        try:
+            return form.read(self.options[name])
+        except ValueError:
+            given = shown(self.options[name])
+            raise SelectorError(f"selector option {name} = {given}: use {form.accepted}") from None
+
+    def checked(self) -> tuple[int, ...]:
+        """The check layers. Raises `SelectorError` where the model hasn't got one."""
+        for layer in self.check_layers:
+            if self.layers is not None and not 1 <= layer < self.layers:
+                raise SelectorError(f"check layer {layer}: use 1..{self.layers - 1}, the model's layers")
+        return self.check_layers
 
 
 def top(scores: Tensor, count: int) -> Tensor:
@@ -127,19 +150,19 @@ class DeviationSelector:
     also drops tokens whose deviation is not above it times the mean deviation of the layer's candidates."""
 
     def __init__(self, settings: SelectorSettings) -> None:
-        self._layers, self._ratios, self._thresholds = settings.check_layers, settings.ratios, settings.thresholds
+        self._layers, self._ratios, self._thresholds = settings.checked(), settings.ratios, settings.thresholds
 
     def select(self, run: SelectionRun, ratio: float) -> Tensor:
         chosen = torch.arange(len(run.candidates), device=run.candidates.positions.device)
-        for number, layer in enumerate(self._layers):
-            if number:
+        for at, layer in enumerate(self._layers):
+            if at:
                 run.keep(chosen)
-            last = number == len(self._layers) - 1
-            share = ratio if last or len(self._ratios) == 1 else self._ratios[number]
+            last = at == len(self._layers) - 1
+            share = ratio if last or len(self._ratios) == 1 else self._ratios[at]
             scores = run.deviation(layer)
             chosen = top(scores, run.budget(share))
             if self._thresholds is not None and share < 1.0:
-                threshold = self._thresholds[min(number, len(self._thresholds) - 1)]
+                threshold = self._thresholds[min(at, len(self._thresholds) - 1)]
                 chosen = chosen[scores[chosen] > threshold * scores.mean()]
         return chosen
 
@@ -148,7 +171,7 @@ class HybridSelector:
     """Half of the budget for first tokens, half by K deviation at the first check layer."""
 
     def __init__(self, settings: SelectorSettings) -> None:
-        self._layer = settings.check_layers[0]
+        self._layer = settings.checked()[0]
 
     def select(self, run: SelectionRun, ratio: float) -> Tensor:
         count = run.budget(ratio)
@@ -164,28 +187,19 @@ class QuerySelector:
     Score: root mean square over heads and layers of the maximum over the question's rows of the softmax attention (few
     heads look anything up; squares let them be heard), divided by ``(1 + distance from the document's start) **
     power``: error concentrates at the start of a document. The ``first`` tokens of every document come before all
-    others, in up to a third of the budget: they bind to what stood in front when they were captured. Options: ``rows`` (32), ``reduce`` (max),
-    ``combine`` (rms), ``power`` (0.5), ``first`` (4), ``first_layer`` (1), ``stored_power`` (0): exponent of the score
-    kept with the record, where there is one."""
+    others, in up to a third of the budget: they bind to what stood in front when they were captured. Options: ``rows``
+    (32), ``reduce`` (max), ``combine`` (rms), ``power`` (0.5), ``first`` (4), ``first_layer`` (1), ``stored_power``
+    (0): exponent of the score kept with the record, where there is one."""
 
     def __init__(self, settings: SelectorSettings) -> None:
-        options = settings.options
-        self._rows = int(options.get("rows", 32))
-        reduce, combine = options.get("reduce", "max"), options.get("combine", "rms")
-        if reduce not in ("max", "mean"):
-            raise SelectorError(f"selector option reduce = {reduce!r}: use max or mean")
-        if combine not in ("rms", "mean"):
-            raise SelectorError(f"selector option combine = {combine!r}: use rms or mean")
-        self._reduce: Reduce = "max" if reduce == "max" else "mean"
-        self._combine: Combine = "rms" if combine == "rms" else "mean"
-        self._power = float(options.get("power", 0.5))
-        self._first = int(options.get("first", 4))
-        self._first_layer = int(options.get("first_layer", 1))
-        self._stored_power = float(options.get("stored_power", 0.0))
-        if self._rows < 1:
-            raise SelectorError(f"selector option rows = {self._rows}: use 1 or more")
-        if self._first < 0:
-            raise SelectorError(f"selector option first = {self._first}: use 0 or more")
+        last = _MOST if settings.layers is None else settings.layers - 1
+        self._rows = settings.option("rows", whole(1, _MOST), 32)
+        self._reduce: Reduce = settings.option("reduce", one_of({"max": "max", "mean": "mean"}), "max")
+        self._combine: Combine = settings.option("combine", one_of({"rms": "rms", "mean": "mean"}), "rms")
+        self._power = settings.option("power", number(-16, 16), 0.5)
+        self._first = settings.option("first", whole(0, _MOST), 4)
+        self._first_layer = settings.option("first_layer", whole(0, last), min(1, last))
+        self._stored_power = settings.option("stored_power", number(0, 16), 0.0)
 
     def select(self, run: SelectionRun, ratio: float) -> Tensor:
         count = run.budget(ratio)
