@@ -15,6 +15,10 @@ from .model import Geometry
 from .transfer import Piece, RecordSource, WholeRecords
 
 
+class RecordError(RuntimeError):
+    """A record that isn't this model's; says what it has and what it should have."""
+
+
 class LeaseRecords:
     """A `RecordSource` over leases: chunk number c is hit ``where[c]`` = (lease, index). Views are zero-copy."""
 
@@ -23,10 +27,15 @@ class LeaseRecords:
         self._views: dict[int, Tensor] = {}
 
     def record(self, chunk: int) -> Tensor:
-        """[layers, 2, ntokens, kv_heads, dim] of one chunk. Raises `LeaseExpired`."""
+        """[layers, 2, ntokens, kv_heads, dim] of one chunk. Raises `LeaseExpired`, and `RecordError` for bytes of
+        another shape."""
         view = self._views.get(chunk)
         if view is None:
             lease, at = self._where[chunk]
+            meta, each = lease.meta(at), self._geometry.bytes_per_token
+            if meta is None or meta.nbytes != meta.ntokens * each:
+                told = "none" if meta is None else f"{meta.nbytes} bytes for {meta.ntokens} tokens"
+                raise RecordError(f"the record of chunk {chunk} has {told}, but a token of this model takes {each}")
             view = self._views[chunk] = record_view(self._geometry, lease.buffer(at))
         return view
 
