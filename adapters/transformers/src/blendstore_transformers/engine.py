@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
 from blendstore.config import Config
 from blendstore.identity import namespace
 from blendstore.options import RequestOptions
-from blendstore.pipeline import Pipeline, Prepared
+from blendstore.pipeline import Pipeline, Prepared, Tokens
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter, derive_separator_ids
 
@@ -89,6 +89,10 @@ class Engine:
             make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
             self._prove()
         self.geometry: Geometry = self._engine.geometry if self._engine is not None else plain_geometry(model)
+        if self._engine is not None:
+            self._prove_selector(self.settings(RequestOptions()))
+        embedding: Any = model.get_input_embeddings()
+        self._vocabulary = int(embedding.num_embeddings)
         self._steady = steady_length(model)
         self.store = store or Store(
             capacity_bytes=int(config.max_local_cpu_size * 2**30),
@@ -150,10 +154,10 @@ class Engine:
         """Greedy continuation of a text, of parts, or of token ids; stops at the end-of-text token."""
         if isinstance(prompt, str):
             ids = list(self.tokenizer.encode(prompt))
-        elif prompt and isinstance(prompt[0], str):
+        elif len(prompt) and isinstance(prompt[0], str):
             ids = self.encode([str(part) for part in prompt])
         else:
-            ids = [int(token) for token in prompt]
+            ids = cast(list[int], prompt)
         prefill = self.prefill(ids, options)
         out: list[int] = []
         logits, position = prefill.logits, len(ids)
@@ -163,7 +167,8 @@ class Engine:
             out.append(int(logits.argmax()))
             if out[-1] in ends or len(out) == max_new_tokens:
                 break
-            logits = self.extend(prefill.cache, out[-1:], position)[-1]
+            with self._lock:
+                logits = self.extend(prefill.cache, out[-1:], position)[-1]
             position += 1
         text = self.tokenizer.decode(out, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Generation(out, text, prefill.report)
@@ -185,12 +190,13 @@ class Engine:
 
         ``held`` is KV that the engine has for the first tokens; it isn't changed. Say ``held_exact=False`` when some of
         it was reused from another context: what is computed behind it isn't stored as exact then. An error in store or
-        blend costs speed only: the engine computes the tokens itself."""
+        blend costs speed only: the engine computes the tokens itself. Raises ``ValueError`` for a prompt that is none
+        of this model, and its subclass `SelectorError` for a selector or options of it that don't exist."""
         options = options or RequestOptions()
         begin = time.perf_counter()
-        tokens = np.asarray(ids, dtype=np.uint32)
-        if not tokens.size:
-            raise ValueError("the prompt is empty: give at least one token")
+        tokens = self._checked(ids)
+        if self._engine is not None:
+            self._prove_selector(self.settings(options))
         if self._steady is not None and len(tokens) >= self._steady:
             options = replace(options, reuse=False, store=False)
         prefix = 0 if held is None else min(held.get_seq_length(), len(tokens) - 1)
@@ -201,7 +207,7 @@ class Engine:
                 with self._lock:
                     out = self._run(tokens, prepared, options, held, begin)
                 if options.store:
-                    self._capture(prepared, out.cache)
+                    self._capture(prepared, out)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -209,6 +215,30 @@ class Engine:
             return out
         # Outside of the handler: the error is gone, and with it its frames with their pins and tensors.
         return self._fall_back(tokens, options, begin, reason)
+
+    def _checked(self, ids: Sequence[int]) -> Tokens:
+        """``ids`` as the store takes them. A wrong id must not turn into another one on the way."""
+        given = np.asarray(ids)
+        if not given.size:
+            raise ValueError("the prompt is empty: give at least one token")
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise ValueError(
+                f"the prompt is an array of {given.dtype} of {given.ndim} dimensions: give a flat sequence of token ids"
+            )
+        wrong = (given < 0) | (given >= self._vocabulary)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(
+                f"token {at} of the prompt is {given[at]}: this model's ids are 0 to {self._vocabulary - 1}"
+            )
+        return given.astype(np.uint32)
+
+    def _prove_selector(self, how: BlendSettings) -> None:
+        """Raises `SelectorError` where this model can't be blended so."""
+        wanted = SelectorSettings(
+            how.check_layers, how.ratios, how.thresholds, how.options, layers=self.geometry.layers
+        )
+        make_selector(how.selector, wanted)
 
     def _count(self, report: Report) -> None:
         with self._lock:
@@ -220,7 +250,7 @@ class Engine:
 
     def _run(
         self,
-        tokens: np.ndarray[Any, np.dtype[np.uint32]],
+        tokens: Tokens,
         prepared: Prepared,
         options: RequestOptions,
         held: DynamicCache | None,
@@ -242,6 +272,8 @@ class Engine:
         else:
             cache, recomputed = self._restored(prepared, records, held), 0
             logits = self.extend(cache, tokens[plan.lead :].tolist(), plan.lead)[-1]
+        if plan.fresh < plan.ntokens and not _are_numbers(logits):
+            raise ArithmeticError("the logits behind cached KV are no finite numbers, so the engine computes them")
         spent = (time.perf_counter() - begin) * 1e3
         report = Report(plan.ntokens, plan.prefix, plan.exact, plan.reused - recomputed, recomputed, plan.fresh, spent)
         return Prefill(cache, logits, report)
@@ -272,11 +304,13 @@ class Engine:
                 kv[index, part, : plan.prefix] = tensor[: plan.prefix]
         return as_cache(kv)
 
-    def _capture(self, prepared: Prepared, cache: DynamicCache) -> None:
+    def _capture(self, prepared: Prepared, computed: Prefill) -> None:
         capture = None
         try:
+            if not _are_numbers(computed.logits):
+                raise ArithmeticError("the model's logits are no finite numbers, so its KV isn't kept")
             capture = self.pipeline.capture(prepared)
-            layers = layers_of(cache)
+            layers = layers_of(computed.cache)
             for chunk in capture.chunks():
                 buffer = chunk.reservation.buffer(chunk.index)
                 write_record(self.geometry, buffer, layers, chunk.start, chunk.stop)
@@ -294,9 +328,7 @@ class Engine:
         # As text: a handler that keeps records would keep the error, its frames and the pins in them.
         log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
 
-    def _fall_back(
-        self, tokens: np.ndarray[Any, np.dtype[np.uint32]], options: RequestOptions, begin: float, reason: str
-    ) -> Prefill:
+    def _fall_back(self, tokens: Tokens, options: RequestOptions, begin: float, reason: str) -> Prefill:
         """The engine computes the whole prompt, whose documents are stored like those of any other."""
         log.warning("reuse failed, the engine computes the prompt: %s", reason)
         cache = DynamicCache()
@@ -304,14 +336,15 @@ class Engine:
             logits = self.extend(cache, tokens.tolist(), 0)[-1]
         spent = (time.perf_counter() - begin) * 1e3
         report = Report(len(tokens), 0, 0, 0, 0, len(tokens), spent, reason)
+        out = Prefill(cache, logits, report)
         if options.store:
             try:
                 with self.pipeline.prepare(tokens, replace(options, reuse=False)) as prepared:
-                    self._capture(prepared, cache)
+                    self._capture(prepared, out)
             except Exception as error:
                 self._not_stored(error)
         self._count(report)
-        return Prefill(cache, logits, report)
+        return out
 
     def _prove(self) -> None:
         """Sets `_engine` and `proof`, or `refusal`. Whatever goes wrong here is a reason not to blend."""
@@ -327,6 +360,12 @@ class Engine:
             self.refusal = str(error) if known else f"{type(error).__name__}: {error}"
             name = type(self._model).__name__
             log.warning("blending is refused for %s, plain caching stays on: %s", name, self.refusal)
+
+
+def _are_numbers(logits: Tensor) -> bool:
+    """Whether the largest of them is finite: NaN in any key or value that the last token sees ends up here, and so does
+    infinity. A model may mask tokens with minus infinity."""
+    return bool(logits.max().isfinite())
 
 
 def as_cache(kv: Tensor) -> DynamicCache:
