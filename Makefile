@@ -69,7 +69,7 @@ test-sglang: models ## the real SGLang on a CPU, every supported version in an e
 
 test-sglang-%: .venv-sglang-%/.ready models
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
-	  .venv-sglang-$*/bin/python -m pytest -q -o norecursedirs=stubs tests/engines/sglang
+	  .venv-sglang-$*/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang
 
 .PRECIOUS: .venv-sglang-%/.ready
 # What the project's own environment has is not installed again: the paths of that one come after.

@@ -63,7 +63,8 @@ def dependencies() -> set[str]:
         for extra in project.get("optional-dependencies", {}).values():
             required += extra
     for path in ROOT.glob("requirements/*.txt"):
-        if path.name != "lock.txt":
+        # Neither what all of these need nor what an engine imports on a CPU is this project's choice.
+        if path.name != "lock.txt" and not path.name.startswith("sglang-"):
             required += path.read_text(encoding="utf-8").splitlines()
     found = (re.match(r"[A-Za-z0-9][\w.-]*", item) for item in required)
     names |= {match[0] for match in found if match}

@@ -1,37 +1,62 @@
-"""What adapters of serving engines share: whose records a request may use, and what it may ask for."""
-
-from itertools import combinations
+"""What serving adapters share: options out of a request's mapping, salts, the key of a kind of blend, the report."""
 
 import pytest
 
 from blendstore.config import Config
+from blendstore.metrics import ServingMetrics
 from blendstore.options import OptionError, RequestOptions
-from blendstore.serving import read_options, salted
+from blendstore.serving import Served, read_options, salted, settings, signature
 
-CONFIG = Config.load(env={})
-
-
-def salt_of(salt: str | None, *engine: str) -> str | None:
-    return salted(CONFIG, RequestOptions(tenant_salt=salt), *engine).tenant_salt
+CONFIG = Config.load(env={}, overrides={"enable_blending": True})
 
 
-def test_case_s10_no_salt_of_a_request_reads_as_another_tenants_or_adapters() -> None:
-    """A request that names another's combined salt as its own would write its KV where the other one reads."""
-    others = [salt_of("a", "lora"), salt_of(None, "lora"), salt_of("a", "x", "y"), salt_of("[1]"), salt_of('["a"]')]
-    forged = [salt_of(salt) for salt in others]
-    plain = [salt_of("a"), salt_of("lora"), salt_of(None), salt_of("a", "", "lora")]
-    for one, other in combinations([*others, *forged, *plain], 2):
-        assert one != other
+def test_options_are_read_from_their_key_alone() -> None:
+    assert read_options(None) == RequestOptions()
+    assert read_options({"other": 1}) == RequestOptions()
+    assert read_options({"blendstore": {"ratio": 0.3}, "other": 1}).ratio == 0.3
+    for wrong in (7, [0.3], "ratio"):
+        with pytest.raises(OptionError, match="not a mapping"):
+            read_options({"blendstore": wrong})
+    with pytest.raises(OptionError, match="rati: no such option"):
+        read_options({"blendstore": {"rati": 0.3}})
 
 
-def test_the_configured_salt_of_a_deployment_is_framed_alike() -> None:
-    config = Config.load(env={}, overrides={"tenant_salt": "[deployment]"})
-    named = salted(CONFIG, RequestOptions(tenant_salt="[deployment]"))
-    assert salted(config, RequestOptions()).tenant_salt == named.tenant_salt
+def test_a_kind_of_blend_is_known_by_all_that_changes_the_kv() -> None:
+    def key(**options: object) -> str:
+        return signature(settings(CONFIG, RequestOptions.parse(options)))
+
+    assert key() == key() == key(selector=CONFIG.blend_selector)
+    others = [
+        key(ratio=0.3),
+        key(selector="deviation"),
+        key(selector_options={"rows": 8}),
+        signature(settings(Config.load(env={}, overrides={"blend_drift_correction": False}), RequestOptions())),
+    ]
+    assert len({key(), *others}) == 5
+    assert key(store=False) == key(tenant_salt="one") == key(), "these change who may use it, not what it is"
 
 
-@pytest.mark.parametrize("given", [5, "x" * 100_000, [1]])
-def test_options_that_are_no_mapping_are_refused_in_few_words(given: object) -> None:
-    with pytest.raises(OptionError) as caught:
-        read_options({"blendstore": given})
-    assert len(str(caught.value)) < 500
+def test_salts_of_the_engine_and_of_the_options_are_told_apart() -> None:
+    none = RequestOptions()
+    assert salted(CONFIG, none, "", "") is none
+    made = {
+        salted(CONFIG, RequestOptions(tenant_salt=salt), *engine).tenant_salt
+        for salt in (None, "a", "b")
+        for engine in (("a",), ("b",), ("a", "b"), ("ab",), ('a", "b',))
+    }
+    assert len(made) == 15
+
+
+def test_a_report_is_a_line_and_counts() -> None:
+    metrics = ServingMetrics(prometheus=False)
+    report = Served("r1", 100, 10, 20, 30, 5, 35, 12.34, "query 0.15", cut=3)
+    metrics.served(report)
+    metrics.event("cut", 2)
+    metrics.event("cut", 0)
+    assert report.line() == (
+        "request r1: prompt 100, device prefix 10, exact 20, reused 30, recomputed 5, fresh 35, 3 behind the budget, "
+        "12.3 ms (query 0.15)"
+    )
+    assert dict(metrics.counts) == {
+        "prompts": 1, "blended": 1, "prefix": 10, "exact": 20, "reused": 30, "recomputed": 5, "fresh": 35, "cut": 2,
+    }  # fmt: skip
