@@ -184,7 +184,8 @@ class Event:
 
 @final
 class Store:
-    """Chunk store in memory. Thread safe; reads never take a lock."""
+    """Chunk store in memory. Thread safe; reads never take a lock. Not for a child of ``fork``: a lock that another thread
+    held at that moment stays locked there."""
 
     def __new__(
         cls,
