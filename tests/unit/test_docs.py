@@ -64,7 +64,7 @@ def dependencies() -> set[str]:
             required += extra
     for path in ROOT.glob("requirements/*.txt"):
         # Neither what all of these need nor what an engine imports on a CPU is this project's choice.
-        if path.name != "lock.txt" and not path.name.startswith("sglang-"):
+        if path.name != "lock.txt" and not path.name.startswith(("sglang-", "vllm-")):
             required += path.read_text(encoding="utf-8").splitlines()
     found = (re.match(r"[A-Za-z0-9][\w.-]*", item) for item in required)
     names |= {match[0] for match in found if match}
