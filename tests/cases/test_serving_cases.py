@@ -1,4 +1,4 @@
-"""Hostile requests against what adapters of serving engines share: salts that read like others', options that are none."""
+"""Hostile requests to serving adapters: salts that read like others', and options that are none."""
 
 from itertools import combinations
 
