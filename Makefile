@@ -6,11 +6,13 @@ PY := $(BIN)/python
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(BIN):$(PATH)
 export HF_HUB_OFFLINE := 1
-PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers adapters/sglang/src/blendstore_sglang
+PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers adapters/sglang/src/blendstore_sglang \
+  adapters/vllm/src/blendstore_vllm
 SGLANG := 0.5.14 0.5.23
+VLLM := 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang bench bench-store quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm bench bench-store quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +81,20 @@ test-sglang-%: .venv-sglang-%/.ready models
 	  > $$(.venv-sglang-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth
 	.venv-sglang-$*/bin/python -m pip install -q --no-deps -r requirements/sglang-$*.txt
 	.venv-sglang-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e adapters/sglang
+	@touch $@
+
+test-vllm: $(VLLM:%=test-vllm-%) ## the real vLLM on a CPU, in an environment of its own
+
+test-vllm-%: .venv-vllm-%/.ready models
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 \
+	  .venv-vllm-$*/bin/python -m pytest -q tests/engines/vllm
+
+.venv-vllm-%/.ready: requirements/vllm-%.txt adapters/vllm/pyproject.toml $(VENV)/.ready
+	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
+	echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$(.venv-vllm-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth
+	.venv-vllm-$*/bin/python -m pip install -q --no-deps -r requirements/vllm-$*.txt
+	.venv-vllm-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e adapters/vllm
 	@touch $@
 
 bench: build models ## speed on this machine: blending on a CPU, and the store

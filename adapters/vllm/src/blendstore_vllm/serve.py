@@ -1,0 +1,276 @@
+"""What a worker does for a prompt: look up, plan, restore or blend into the request's blocks, keep new documents.
+
+Knows tokens, slots of the engine's cache, the pipeline and the runner; knows neither schedulers nor requests. `look`
+may run on another thread than the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blendstore import Namespace, Store
+from blendstore.blend import BlendRunner, BlendSettings, Geometry
+from blendstore.blend.records import LeaseRecords, record_view, restore
+from blendstore.budget import Budget, computed_from, head, rows
+from blendstore.config import Config
+from blendstore.identity import ModelIdentity, namespace
+from blendstore.metrics import ServingMetrics
+from blendstore.options import RequestOptions
+from blendstore.pipeline import Pipeline, Prepared
+from blendstore.plan import BlendPlan, SpanKind
+from blendstore.segments import SeparatorSegmenter
+from blendstore.serving import Served, describe, salted, settings
+
+from .layout import PagedKV
+from .messages import Ask, Found, Keep, Load
+from .model import VLLMModel
+
+log = logging.getLogger("blendstore.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a prompt would get now. The leases of ``prepared`` are the holder's to release."""
+
+    prepared: Prepared
+    """The whole prompt; its plan says what is cached and used."""
+    run: BlendPlan | None
+    """The leading part that goes through the runner, or None: exact records are copied and nothing is computed."""
+    target: int
+    cut: int = 0
+    """Cached tokens that are given up to stay within the budget."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """One worker's store and runner."""
+
+    config: Config
+    geometry: Geometry
+    kv: PagedKV
+    block: int
+    """Tokens of one of the engine's blocks. Its kernels' may be smaller; slots are numbered alike."""
+    model: VLLMModel | None
+    """None where blending is off or refused."""
+    store: Store
+    identity: ModelIdentity
+    separators: SeparatorSegmenter | None
+    metrics: ServingMetrics
+    budget: Budget = field(init=False)
+    _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
+    _done: dict[str, Prepared] = field(init=False, default_factory=dict)
+    """What the filled prompts that aren't kept yet are made of, by request; without pins."""
+    _failed: set[str] = field(init=False, default_factory=set)
+    """Requests whose blocks hold nothing useful until the engine has computed them again."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.config.blend_budget_ms)
+
+    def look(self, ask: Ask) -> Found:
+        """How far this prompt could be filled now. Nothing is loaded, nothing stays pinned."""
+        outlook = self._outlook(ask)
+        outlook.prepared.release()
+        self.metrics.event("over_budget", outlook.cut > 0 and outlook.target <= ask.held)
+        expected = 0.0 if outlook.run is None else self.budget.estimate(self._rows(outlook.run, ask))
+        return Found(outlook.target, expected)
+
+    def fill(self, load: Load) -> list[int]:
+        """Put the promised KV into the request's blocks. Returns the blocks that could not be filled: the engine has
+        to compute their tokens."""
+        ask = load.ask
+        self._done.pop(ask.name, None)
+        self._failed.discard(ask.name)
+        outlook: Outlook | None = None
+        try:
+            outlook = self._outlook(ask, admitted=True)
+            if outlook.target != ask.limit:
+                raise LookupError(f"of {ask.limit} tokens {outlook.target} are left")
+            self._fill(outlook, ask, self.slots(load.blocks, ask.limit))
+        except Exception as error:
+            self.metrics.event("fallback")
+            # As text: a handler that keeps records would keep the error, its frames and the pins in them.
+            log.warning(
+                "request %s: reuse failed, the engine computes: %s", ask.name, f"{type(error).__name__}: {error}"
+            )
+            self._failed.add(ask.name)
+            return load.blocks[ask.held // self.block : -(-ask.limit // self.block)]
+        finally:
+            if outlook is not None:
+                outlook.prepared.release()
+        self._done[ask.name] = replace(outlook.prepared, where=[], leases=[])
+        return []
+
+    def keep(self, keep: Keep) -> None:
+        """Copy what this prompt computed and the store lacks out of its blocks."""
+        ask = keep.ask
+        done = self._done.pop(ask.name, None) if keep.loaded else None
+        if ask.name in self._failed:
+            return
+        options, tokens = self._options(ask), _tokens(ask)
+        try:
+            pipeline = self._pipeline(ask.lora)
+            if done is None:
+                done = pipeline.prepare(
+                    tokens, replace(options, reuse=False), engine_prefix=min(ask.held, len(tokens) - 1)
+                )
+                self._report(Served(ask.name, len(tokens), ask.held, 0, 0, 0, len(tokens) - ask.held, 0.0))
+            if options.store:
+                self._copy_out(pipeline, done, self.slots(keep.blocks, len(tokens)))
+        except Exception as error:
+            self.metrics.event("store_error")
+            log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
+
+    def forget(self, names: Sequence[str]) -> None:
+        """These requests are over."""
+        for name in names:
+            self._done.pop(name, None)
+            self._failed.discard(name)
+
+    def slots(self, blocks: Sequence[int], count: int) -> Tensor:
+        """[count] int64: where the first ``count`` tokens of a request with these blocks lie."""
+        positions = torch.arange(count)
+        of_block = torch.tensor(blocks, dtype=torch.int64)
+        size = self.block
+        return (of_block[positions // size] * size + positions % size).to(self.geometry.device)
+
+    def _pipeline(self, lora: str) -> Pipeline:
+        with self._lock:
+            found = self._pipelines.get(lora)
+            if found is None:
+                identity = replace(self.identity, lora=lora, lora_version=lora)
+
+                def made(salt: str) -> Namespace:
+                    return namespace(identity, salt)
+
+                found = self._pipelines[lora] = Pipeline(
+                    self.store,
+                    self.config,
+                    made,
+                    bytes_per_token=self.geometry.bytes_per_token,
+                    separators=self.separators,
+                )
+            return found
+
+    def _options(self, ask: Ask) -> RequestOptions:
+        return salted(self.config, RequestOptions(**ask.options), ask.salt)  # type: ignore[arg-type]
+
+    def _settings(self, ask: Ask) -> BlendSettings:
+        return settings(self.config, self._options(ask))
+
+    def _outlook(self, ask: Ask, *, admitted: bool = False) -> Outlook:
+        """Plan a prompt; one that was ``admitted`` is not cut again."""
+        # Adapters change the layers, and the runner has the base's.
+        blend = self.model is not None and not ask.lora
+        prepared = self._pipeline(ask.lora).prepare(
+            _tokens(ask), self._options(ask), engine_prefix=ask.held, blend=blend
+        )
+        try:
+            return self._limited(prepared, ask, blend=blend, admitted=admitted)
+        except BaseException:
+            prepared.release()
+            raise
+
+    def _limited(self, prepared: Prepared, ask: Ask, *, blend: bool, admitted: bool) -> Outlook:
+        plan = prepared.plan
+        cached = plan.positions(SpanKind.EXACT, SpanKind.REUSED)
+        if not blend or not cached.size or cached[-1] < plan.lead:
+            return Outlook(prepared, None, max(min(plan.lead, ask.limit), ask.held))
+        whole = head(plan, min(plan.ntokens, ask.limit + 1))
+        fitting = whole.ntokens if admitted else self._fitting(whole, ask)
+        run = whole if fitting == whole.ntokens else head(whole, fitting) if fitting else computed_from(whole, ask.held)
+        prepared.plan = computed_from(plan, run.ntokens)
+        target = min(run.ntokens - 1, ask.limit) if run.context else ask.held
+        return Outlook(prepared, run, max(target, ask.held), whole.context - run.context)
+
+    def _fitting(self, run: BlendPlan, ask: Ask) -> int:
+        return self.budget.fit(run, self._settings(ask).ratios[-1], whole_layers=self._whole_layers(ask))
+
+    def _rows(self, run: BlendPlan, ask: Ask) -> float:
+        return rows(run, self._settings(ask).ratios[-1], whole_layers=self._whole_layers(ask))
+
+    def _whole_layers(self, ask: Ask) -> float:
+        """Share of the layers that all reused tokens go through."""
+        wanted = self._settings(ask)
+        return max(wanted.check_layers) / self.geometry.layers if wanted.selector in ("deviation", "hybrid") else 0.0
+
+    @torch.inference_mode()
+    def _fill(self, outlook: Outlook, ask: Ask, slots: Tensor) -> None:
+        """Tokens [held, target) into their ``slots``, those of the first ``target`` tokens."""
+        prepared, run, began = outlook.prepared, outlook.run, time.perf_counter()
+        plan, how, recomputed = run or prepared.plan, "", 0
+        records = LeaseRecords(self.geometry, prepared.where)
+        if run is not None and self.model is not None:
+            wanted = self._settings(ask)
+            if run.ntokens < len(prepared.tokens) and wanted.selector == "query":
+                # The question isn't part of what is blended.
+                wanted = replace(wanted, selector="deviation", options={})
+            how = describe(wanted)
+            self.model.hold(slots[: plan.prefix])
+            ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)
+            result = BlendRunner(self.model).run(ids, run, records, wanted)
+            kv, recomputed = result.kv, result.recomputed
+        else:
+            spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
+            kv = restore(self.geometry, records, spans, plan.lead)
+        for index in range(self.geometry.layers):
+            part = kv[index, :, ask.held : outlook.target]
+            self.kv.write(index, slots[ask.held :], part[0], part[1])
+        self._synchronise()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        if run is not None:
+            self.budget.observe(self._rows(run, ask), milliseconds)
+        cut = len(prepared.tokens) - plan.ntokens
+        self._report(
+            Served(
+                request=ask.name,
+                prompt=len(prepared.tokens),
+                prefix=plan.prefix,
+                exact=plan.exact,
+                reused=plan.reused - recomputed,
+                recomputed=recomputed,
+                fresh=plan.fresh + cut,
+                milliseconds=milliseconds,
+                how=how,
+                cut=cut,
+            )
+        )
+
+    def _synchronise(self) -> None:
+        """The records' bytes are read by the device on its own: they stay pinned until it has."""
+        if self.geometry.device.type == "cuda":
+            torch.cuda.synchronize(self.geometry.device)
+
+    @torch.inference_mode()
+    def _copy_out(self, pipeline: Pipeline, done: Prepared, slots: Tensor) -> None:
+        with_room = pipeline.capture(done)
+        try:
+            for chunk in with_room.chunks():
+                target = record_view(self.geometry, chunk.reservation.buffer(chunk.index))
+                for index in range(self.geometry.layers):
+                    k, v = self.kv.read(index, slots[chunk.start : chunk.stop])
+                    target[index, 0].copy_(k)
+                    target[index, 1].copy_(v)
+            self.metrics.event("stored", with_room.commit())
+        except BaseException:
+            with_room.abort()
+            raise
+
+    def _report(self, served: Served) -> None:
+        self.metrics.served(served)
+        self.metrics.event("cut", bool(served.cut))
+        self.metrics.store(self.store)
+        log.info("blendstore: %s", served.line())
+
+
+def _tokens(ask: Ask) -> NDArray[np.uint32]:
+    return np.frombuffer(ask.tokens, dtype=np.uint32)
