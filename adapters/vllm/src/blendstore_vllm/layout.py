@@ -2,7 +2,8 @@
 
 Writing is the engine's own. Reading is proven: either K and V are the two halves of a token's row (strides honoured),
 or the order within a block is found by writing every element's number with the engine's writer and looking where it
-went (CPU kernels pack by instruction set). A round trip of random values over several blocks decides; nothing is assumed.
+went (CPU kernels pack by instruction set). A round trip of random values over
+several blocks decides; nothing is assumed.
 """
 
 from __future__ import annotations
