@@ -1,7 +1,9 @@
 """The quality benchmark's harness, on an engine whose answers are known."""
 
 import argparse
+import itertools
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from blendstore.bench import demo, inprocess, prompts, quality, report
+from blendstore.bench import demo, inprocess, models, prompts, quality, report
 from blendstore.bench.answering import Provenance
 from blendstore.bench.results import Results
 from tests.bench_fakes import ByteTokenizer, FakeEngine
@@ -35,6 +37,7 @@ def one_thread() -> Iterator[None]:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
     monkeypatch.setattr(inprocess, "open_answering", lambda model, *, dtype, device: (fake, ByteTokenizer()))
+    monkeypatch.setattr(models, "check", lambda name: None)
     return fake
 
 
@@ -154,13 +157,86 @@ def test_case_b12_leak_is_the_shift_by_the_secret_and_zero_without_a_document_be
         (("--provenances", "lead_in,naked"), "naked"),
         (("--kinds", "fact,poem"), "poem"),
         (("--prompts", "0"), "at least 1"),
+        (("--selectors", "query,quary"), "'quary' is unknown"),
+        (("--selectors", "query:rows=0"), "rows = 0"),
+        (("--selectors", "query:rows=true"), "rows = 'true'"),
+        (("--selectors", "deviation:rows=3"), "no option 'rows'"),
+        (("--selectors", "query:drift_correction=0"), "drift_correction=0"),
+        (("--selectors", "query:drift_strength=x"), "drift_strength=x"),
+        (("--selectors", "random:seed=x"), "seed=x"),
+        (("--ratios", "a"), "'a' is no number"),
+        (("--ratios", "nan"), "no number"),
+        (("--provenances", "in_context_4"), "in_context_4"),
+        (("--baseline", "deviation@x"), "--baseline deviation@x"),
+        (("--device", "toaster"), "--device toaster"),
+        (("--device", "meta"), "--device meta"),
+        (("--device", "cuda:99"), "--device cuda:99"),
+        (("--json", "/"), "/ is a folder"),
+        (("--plot", "/"), "/ is a folder"),
     ],
 )
 def test_wrong_flags_are_refused_before_a_model_is_loaded(
     flags: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quality.run(_arguments(*flags)) == 2
-    assert message in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("blendstore bench quality: ") and message in line
+
+
+def test_models_and_types_that_are_not_there_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(model: str, *, dtype: str, device: str) -> None:
+        raise OSError("no weights\nin this folder")
+
+    assert quality.run(_arguments("--model", str(tmp_path / "none"))) == 2
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(inprocess, "open_answering", broken)
+    assert quality.run(_arguments("--model", str(tmp_path))) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "give one of smollm2" in first and second == "blendstore bench quality: no weights in this folder"
+    with pytest.raises(SystemExit) as caught:
+        _arguments("--dtype", "int8")
+    assert caught.value.code == 2
+
+
+class InterruptedEngine(FakeEngine):
+    """SIGINT comes with the given call of `blended`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._left = at
+
+    def blended(self, *arguments: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return super().blended(*arguments)
+
+
+def test_an_interrupted_run_reports_the_prompts_that_are_complete(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--prompts", "5", "--selectors", "query", "--ratios", "0.1", "--leak-prompts", "0")
+    files = ("--json", str(tmp_path / "rows.json"), "--resume", str(tmp_path / "log.jsonl"))
+    stopping = InterruptedEngine(2 + 2 * 2 + 1)  # warm-up, two prompts, half of the third
+    monkeypatch.setattr(inprocess, "open_answering", lambda model, *, dtype, device: (stopping, ByteTokenizer()))
+    assert quality.run(_arguments(*flags, *files)) == 130
+    assert "interrupted; 2 of 5 prompts were answered by every method" in capsys.readouterr().err
+    assert [row["n"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [2, 2, 2]
+    stopping = InterruptedEngine(0)
+    (tmp_path / "log.jsonl").unlink()
+    assert quality.run(_arguments(*flags, *files)) == 130
+    assert "0 of 5" in capsys.readouterr().err
+
+
+def test_progress_is_a_line_for_each_tenth_where_there_is_no_terminal(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log shows that a run of hours goes on, and isn't filled by it."""
+    _run(tmp_path, "--prompts", "20", "--selectors", "query", "--ratios", "0.1", "--leak-prompts", "0")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"quality: {6 * i} of 60 ({10 * i} %)" for i in range(1, 11)]
 
 
 def test_paired_comparison_of_two_methods(engine: FakeEngine) -> None:
@@ -208,3 +284,62 @@ def test_demo_compares_all_ways_on_the_same_prompts(
     printed = capsys.readouterr().out
     assert "no reuse: " in printed and "✓" in printed and "right: " in printed
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def _demo(tmp_path: Path, *given: str) -> tuple[int, list[dict[str, Any]]]:
+    file = tmp_path / "demo.json"
+    status = demo.main([*given, f"--json={file}", f"--plot={tmp_path / 'demo.png'}"])
+    return status, json.loads(file.read_text())["rows"] if file.exists() else []
+
+
+@pytest.mark.parametrize(("limit", "answered"), [(0.0, 1), (35.0, 3), (1e9, 5)])
+def test_demo_begins_no_prompt_that_would_end_behind_the_limit(
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    limit: float,
+    answered: int,
+) -> None:
+    """A slow machine ends too: one prompt is answered whatever the time, further ones as far as the limit goes."""
+    # The demo reads the clock at the start and at both ends of each prompt; a prompt takes 10 s.
+    readings = (10.0 * (reading // 2) for reading in itertools.count())
+    clock = types.SimpleNamespace(perf_counter=lambda: next(readings))
+    monkeypatch.setattr(demo, "time", clock)
+    status, rows = _demo(tmp_path, "--prompts", "5", "--time-limit", str(limit))
+    assert status == 0 and {row["n"] for row in rows} == {answered}
+    captured = capsys.readouterr()
+    assert ("the time limit of" in captured.out) == (answered < 5)
+    lines = captured.err.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("prompt")] == [
+        f"prompt {i} of 5" for i in range(1, answered + 1)
+    ]
+
+
+def test_demo_reports_what_was_done_when_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_interrupted(at: int) -> None:
+        pair = (InterruptedEngine(at), ByteTokenizer())
+        monkeypatch.setattr(inprocess, "open_answering", lambda model, *, dtype, device: pair)
+
+    monkeypatch.setattr(models, "check", lambda name: None)
+    open_interrupted(4 + 4 * 2 + 1)  # warm-up, two prompts, a part of the third
+    status, rows = _demo(tmp_path, "--prompts", "5")
+    assert status == 130 and {row["n"] for row in rows} == {2}
+    assert "2 of 5 prompts (interrupted)" in capsys.readouterr().out
+    (tmp_path / "demo.json").unlink()
+    open_interrupted(5)
+    assert _demo(tmp_path, "--prompts", "5") == (130, [])
+    assert "interrupted before the first prompt" in capsys.readouterr().err
+
+
+def test_demo_refuses_wrong_flags_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--model", str(tmp_path / "none")]) == 2
+    assert demo.main(["--json", str(tmp_path)]) == 2
+    assert [line.startswith("blendstore demo: ") for line in capsys.readouterr().err.splitlines()] == [True, True]
+    for flags in (["--prompts", "0"], ["--time-limit", "-1"], ["--time-limit", "nan"], ["--promts", "3"]):
+        with pytest.raises(SystemExit) as caught:
+            demo.main(flags)
+        assert caught.value.code == 2
+    assert "did you mean --prompts?" in capsys.readouterr().err

@@ -109,7 +109,15 @@ def test_multi_doc_sends_the_rounds_and_reports(tmp_path: Path, capsys: pytest.C
     assert rows[1]["speedup"] == pytest.approx(rows[2]["ttft_ms_mean"] / rows[1]["ttft_ms_mean"])
     assert rows[1]["latency_gain"] == pytest.approx(rows[0]["s_per_prompt"] / rows[1]["s_per_prompt"])
     assert responses.read_text().count("] ab") == 14
-    assert "without reuse" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    said = next(i for i, line in enumerate(lines) if line.startswith("TTFT"))
+    like_for_like = f"TTFT speed-up: {rows[1]['speedup']:.2f} against prompts of the same size with unseen documents"
+    assert lines[said].startswith(like_for_like), "what users get comes before the historical gains"
+    assert [row["tokens_per_prompt"] for row in rows] == [row["prompt_tokens"] / row["prompts"] for row in rows]
+    assert rows[1]["tokens_per_prompt"] == rows[2]["tokens_per_prompt"] > rows[0]["tokens_per_prompt"]
+    assert "tokens per prompt" in captured.out and "] ab" not in captured.out
+    assert "query: 2 of 4 (50 %)" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,7 @@ def test_multi_doc_runs_in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return Engine(), TOKENIZER
 
     monkeypatch.setattr(inprocess, "open_generating", open_generating)
+    monkeypatch.setattr(models, "check", lambda name: None)
     file = tmp_path / "rows.json"
     arguments = _multi("--engine", "transformers", "--json", str(file), "--blend-special-str", " ## ")
     assert multi_doc_qa.run(arguments) == 0
@@ -165,6 +174,43 @@ def test_wrong_use_and_server_errors_say_what_to_do(capsys: pytest.CaptureFixtur
     assert "status 404: no such model" in capsys.readouterr().err
     assert multi_doc_qa.run(_multi("--base-url", "http://127.0.0.1:9/v1")) == 2
     assert "http://127.0.0.1:9/v1/completions" in capsys.readouterr().err
+
+
+def test_answers_go_nowhere_without_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hundreds of answers would push the figures off the screen."""
+    with openai_server(["zebra"]) as (url, _):
+        assert multi_doc_qa.run(_multi("--base-url", url)) == 0
+    assert "zebra" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", ["foo", "http://localhost:99999/v1", "http://", "ftp://localhost/v1", "http://[1"])
+def test_an_address_that_cannot_be_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert multi_doc_qa.run(_multi("--base-url", address)) == 2
+    assert shuffle_doc_qa.run(_shuffle("--base-url", address)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(address in line and "give an address like" in line for line in lines)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "http"])
+def test_ports_that_cannot_be_are_refused(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SERVICE_PORT", port)
+    for parse in (lambda: _multi("--port", port), _shuffle):
+        with pytest.raises(SystemExit) as caught:
+            parse()
+        assert caught.value.code == 2 and f"--port: {port} is" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_and_models_that_are_not_there_are_refused_before_any_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert multi_doc_qa.run(_multi("--output", str(tmp_path))) == 2
+    assert shuffle_doc_qa.run(_shuffle("--json", str(tmp_path))) == 2
+    assert capsys.readouterr().err.count("is a folder: give the name of a file") == 2
+    assert multi_doc_qa.run(_multi("--engine", "transformers", "--model", str(tmp_path / "none"))) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "give one of smollm2" in line
 
 
 def test_time_to_first_token_ends_with_the_first_text_not_with_the_first_chunk() -> None:

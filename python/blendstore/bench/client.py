@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,6 +26,12 @@ class OpenAIClient:
     """
 
     def __init__(self, base_url: str, *, max_inflight: int = 1, timeout_s: float = 600.0) -> None:
+        try:
+            address = urlsplit(base_url)
+            if address.scheme not in ("http", "https") or not address.hostname or address.port == 0:
+                raise ValueError("no http:// or https:// address")
+        except ValueError as error:
+            raise ServerError(f"{base_url}: {error}; give an address like http://localhost:8000/v1") from None
         self._base_url = base_url.rstrip("/")
         self._turns = asyncio.Semaphore(max_inflight)
         limits = httpx.Limits(max_connections=max_inflight, max_keepalive_connections=max_inflight)
@@ -45,7 +52,7 @@ class OpenAIClient:
             response = await self._http.get(url)
             response.raise_for_status()
             return str(response.json()["data"][0]["id"])
-        except (httpx.HTTPError, LookupError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, LookupError, ValueError) as error:
             raise ServerError(
                 f"{url}: no list of models ({error}); is the server running, is the address right?"
             ) from error
@@ -86,6 +93,6 @@ class OpenAIClient:
                         if text:
                             first = first if first is not None else time.perf_counter() - sent
                             pieces.append(text)
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
                 raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
             return Completion(first, time.perf_counter() - sent, "".join(pieces))

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blendstore.bench import prompts, report
+from blendstore.bench import models, prompts, report
 from blendstore.bench.answering import Answer, Answering, Options
+from blendstore.bench.progress import Progress
 from blendstore.bench.rows import method_columns, record
 from blendstore.bench.stats import Bootstrap
+from blendstore.flags import CommandParser, positive
 
 DOCUMENTS = 9
 LEAST_TOKENS = 2_000
-# Fewer prompts than this say nothing about the spread of a time.
-_LEAST_PROMPTS = 4
+INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +71,60 @@ COLUMNS = {
 
 @dataclass(slots=True)
 class Measured:
-    """What the demo found: results by way, in the order of the prompts, and one prompt with two answers to show."""
+    """What the demo found: results by way, in the order of the prompts, and one prompt with two answers to show.
+
+    ``stopped`` says why fewer prompts than asked for were answered; it is empty when none is missing."""
 
     answered: list[prompts.Prompt]
     results: dict[Way, list[dict[str, Any]]]
-    example: tuple[prompts.Prompt, Answer, Answer]
+    example: tuple[prompts.Prompt, Answer, Answer] | None
+    stopped: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the demo."""
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m or a folder (default: smollm2)")
     parser.add_argument(
-        "--prompts", type=int, default=10, help=f"prompts of at least {LEAST_TOKENS:,} tokens (default: 10)"
+        "--prompts", type=positive, default=10, help=f"prompts of at least {LEAST_TOKENS:,} tokens (default: 10)"
     )
-    parser.add_argument("--time-limit", type=float, default=200.0, help="seconds to measure; fewer prompts if need be")
+    parser.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=200.0,
+        metavar="SECONDS",
+        help="no prompt is begun that would probably end later, warm-up included, except the first (default: 200)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", default=Path("demo.json"))
     parser.add_argument("--plot", type=Path, metavar="FILE.png", default=Path("demo.png"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status."""
-    from blendstore.bench.inprocess import open_answering
+    """Measure, print, write; returns the exit status: 0, 2 on wrong use, 130 when it was interrupted."""
+    try:
+        models.check(args.model)
+        for path in (args.json, args.plot):
+            report.check_target(path)
+        from blendstore.bench.inprocess import open_answering
 
-    print(f"Loading {args.model} …", file=sys.stderr, flush=True)
-    engine, tokenizer = open_answering(args.model, dtype="float32", device="cpu")
-    todo = questions(tokenizer, max(args.prompts, _LEAST_PROMPTS), 1_000 * args.seed)
+        print(f"Loading {args.model} …", file=sys.stderr, flush=True)
+        engine, tokenizer = open_answering(args.model, dtype="float32", device="cpu")
+    except (LookupError, OSError, ValueError) as error:
+        print(f"blendstore demo: {report.one_line(error)}", file=sys.stderr)
+        return 2
+    todo = questions(tokenizer, args.prompts, 1_000 * args.seed)
     measured = measure_all(engine, todo, args.time_limit)
+    if measured.example is None:
+        print("blendstore demo: interrupted before the first prompt was answered in every way", file=sys.stderr)
+        return INTERRUPTED
     rows = summarise(measured, args.model)
     tokens = statistics.fmean(len(prompt.ids) for prompt in measured.answered)
     show_example(measured.example, tokenizer.decode)
+    count = f"{len(measured.answered)} prompts"
+    if measured.stopped:
+        count = f"{len(measured.answered)} of {len(todo)} prompts ({measured.stopped})"
     report.print_table(
-        f"{args.model} on CPU: {len(measured.answered)} prompts of {DOCUMENTS} documents, {tokens:,.0f} tokens on "
+        f"{args.model} on CPU: {count} of {DOCUMENTS} documents, {tokens:,.0f} tokens on "
         "average; KL, top-1 and share against full prefill",
         rows,
         COLUMNS,
@@ -115,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         y_label="KL to full prefill, nats (lower is better)",
     )
     print(f"Written: {args.json}, {args.plot}")
-    return 0
+    return INTERRUPTED if measured.stopped == "interrupted" else 0
 
 
 def questions(tokenizer: prompts.Tokenizer, count: int, first_seed: int) -> list[prompts.Prompt]:
@@ -125,38 +148,55 @@ def questions(tokenizer: prompts.Tokenizer, count: int, first_seed: int) -> list
 
 
 def measure_all(engine: Answering[Any], todo: Sequence[prompts.Prompt], time_limit_s: float) -> Measured:
-    """Answer the prompts in every way; the order of the ways turns from prompt to prompt, so that none is favoured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Answer the prompts in every way; the order of the ways turns from prompt to prompt, so that none is favoured.
 
-    results: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    done: list[prompts.Prompt] = []
-    example = None
+    The first prompt is answered whatever the time; each further one only if it would end within ``time_limit_s``
+    (warm-up included), were it to take as long as the slowest so far. SIGINT ends the run with the prompts that were
+    answered in every way."""
+    measured = Measured([], {way: [] for way in WAYS}, None)
     started = time.perf_counter()
-    columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("warming up", total=len(todo) * (len(WAYS) + 1))
-        _warm_up(engine, todo[0])
-        for number, prompt in enumerate(todo):
-            each = (time.perf_counter() - started) / max(1, number)
-            if len(done) >= _LEAST_PROMPTS and (number + 1) * each > time_limit_s:
-                break
-            progress.update(bar, description="storing the documents")
-            captured = engine.capture(prompt, prompt.provenance("lead_in"))
-            progress.advance(bar)
-            answers = {}
-            turned = [*WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]]
-            for way in turned:
-                progress.update(bar, description=way.name)
-                answers[way] = answer(engine, prompt, captured, way)
-                progress.advance(bar)
-            for way in WAYS:
-                results[way].append(record(answers[way], answers[NO_REUSE], prompt))
-            example = example or (prompt, answers[NO_REUSE], answers[SHOWN])
-            done.append(prompt)
-    if example is None:
-        raise ValueError("no prompt was answered: give at least one")
-    return Measured(done, results, example)
+    slowest = 0.0
+    with Progress() as progress:
+        try:
+            progress.start("warming up", len(todo) * (len(WAYS) + 1), by_tenths=False)
+            progress.say("warming up")
+            _warm_up(engine, todo[0])
+            for number, prompt in enumerate(todo):
+                begin = time.perf_counter()
+                if number and begin + slowest - started > time_limit_s:
+                    measured.stopped = f"the time limit of {time_limit_s:g} s"
+                    break
+                answers = _answer_all(engine, prompt, number, progress)
+                for way in WAYS:
+                    measured.results[way].append(record(answers[way], answers[NO_REUSE], prompt))
+                measured.example = measured.example or (prompt, answers[NO_REUSE], answers[SHOWN])
+                measured.answered.append(prompt)
+                took = time.perf_counter() - begin
+                slowest = max(slowest, took)
+                full, shown = (1e3 * answers[way].ttft_s for way in (NO_REUSE, SHOWN))
+                progress.say(
+                    f"prompt {number + 1} of {len(todo)}: {took:.1f} s; first token after {full:,.0f} ms without "
+                    f"reuse, {shown:,.0f} ms blended"
+                )
+        except KeyboardInterrupt:
+            measured.stopped = "interrupted"
+    answered = len(measured.answered)
+    for results in measured.results.values():  # the interrupt may have come between two ways' results
+        del results[answered:]
+    return measured
+
+
+def _answer_all(engine: Answering[Any], prompt: prompts.Prompt, number: int, progress: Progress) -> dict[Way, Answer]:
+    """The prompt in every way, beginning with another one at each ``number``."""
+    progress.describe("storing the documents")
+    captured = engine.capture(prompt, prompt.provenance("lead_in"))
+    progress.advance()
+    answers = {}
+    for way in (*WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]):
+        progress.describe(way.name)
+        answers[way] = answer(engine, prompt, captured, way)
+        progress.advance()
+    return answers
 
 
 def answer(engine: Answering[Any], prompt: prompts.Prompt, captured: Any, way: Way) -> Answer:
@@ -179,7 +219,9 @@ def summarise(measured: Measured, model: str) -> list[dict[str, Any]]:
     rows = []
     for way, results in measured.results.items():
         blending = way.selector is not None
-        low, _, high = statistics.quantiles([result["ttft_ms"] for result in results], n=4)
+        ttfts = [result["ttft_ms"] for result in results]
+        # Of few prompts the inclusive method gives nothing beyond what was measured; of one, two points are needed.
+        low, _, high = statistics.quantiles(ttfts * (1 + (len(ttfts) == 1)), n=4, method="inclusive")
         columns = method_columns(results, kinds, reuse, full_ttft, boot)
         rows.append(
             {
@@ -226,9 +268,16 @@ def _warm_up(engine: Answering[Any], prompt: prompts.Prompt) -> None:
         answer(engine, short, captured, way)
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program."""
-    parser = argparse.ArgumentParser(prog="blendstore-demo", description="Multi-document QA with and without reuse.")
+    parser = CommandParser(prog="blendstore-demo", description="Multi-document QA with and without reuse.")
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -114,6 +114,35 @@ def resolve(name_or_path: str) -> Path:
     raise ModelNotFound(f"model {name_or_path!r}: give one of {', '.join(MODELS)} or a folder with a config.json")
 
 
+def check(name_or_path: str) -> None:
+    """Raises `ModelNotFound` for what `resolve` would not find; loads and converts nothing."""
+    if name_or_path in MODELS:
+        MODELS[name_or_path].files()
+    else:
+        resolve(name_or_path)
+
+
+def check_device(name: str) -> None:
+    """Raises ``ValueError`` for a device that torch doesn't know or this machine hasn't got."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; give cpu, cuda or cuda:1") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"--device {name}: torch finds {count} CUDA devices here; give cpu or one of those")
+        return
+    try:
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        raise ValueError(f"--device {name}: not usable here; give cpu or cuda") from None
+
+
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/blendstore/models``, or the same under ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -27,6 +27,7 @@ from blendstore.bench.answering import Ids, Provenance
 PREFIX = "Below are several documents. They are followed by a continuation.\n\n"
 KINDS = ("fact", "split", "coref", "cont", "news")
 PROVENANCES = ("lead_in", "in_context_1", "in_context_3", "bare", "bos")
+_OTHERS = 3  # documents that a prompt has ready to be captured behind
 NAMES = (
     *(
         "Alice",
@@ -107,6 +108,11 @@ class Prompt:
         return Provenance(name, tuple(self.system), tuple(map(tuple, before)))
 
 
+def is_provenance(name: str) -> bool:
+    """Whether every prompt of the set has a provenance of that name."""
+    return name in PROVENANCES or re.fullmatch(f"in_context_[1-{_OTHERS}]", name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Texts:
     """A prompt before tokenization. ``answer`` is a list of (text, is the text a span for exact match)."""
@@ -140,7 +146,7 @@ def build(
     """The prompt of one kind and seed; with ``documents`` documents, or a drawn number of 4 to 8."""
     rng = random.Random(f"blendstore quality {kind} {seed}")
     texts = write(kind, rng, corpus_name, documents)
-    others = _other_documents(rng, texts.documents, 3, corpus_name)
+    others = _other_documents(rng, texts.documents, _OTHERS, corpus_name)
     return _encode(tokenizer, kind, seed, texts, others)
 
 
@@ -244,7 +250,7 @@ def leak_case(tokenizer: Tokenizer, seed: int, corpus_name: corpus.CorpusName = 
         [(f" {code}", True)],
     )
     ending = "The last visitor of the day was {0}. The secret code of {0} is {1}.\n\n"
-    others = _other_documents(rng, [*texts.documents, hidden], 3, corpus_name)
+    others = _other_documents(rng, [*texts.documents, hidden], _OTHERS, corpus_name)
     return LeakCase(
         prompt=_encode(tokenizer, "leak", seed, texts, others),
         secret=tokenizer.encode(f"{hidden} {ending.format(name, code)}", add_special_tokens=False),

@@ -8,16 +8,18 @@ goes on where it stopped and a later run can add methods. The leak of case b12 i
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from blendstore.bench import corpus, prompts, report
+from blendstore.bench import corpus, models, prompts, report
 from blendstore.bench.answering import Answer, Answering, Options
 from blendstore.bench.metrics import log_probability, says
+from blendstore.bench.progress import Progress
 from blendstore.bench.results import Key, Results
 from blendstore.bench.rows import method_columns, record
 from blendstore.bench.stats import Bootstrap, Estimate
@@ -25,6 +27,8 @@ from blendstore.bench.stats import Bootstrap, Estimate
 DEFAULT_SELECTOR = "query"
 DEFAULT_SELECTORS = "none,random,head,deviation,query"
 DEFAULT_RATIOS = "0.05,0.10,0.15"
+DTYPES = ("float32", "bfloat16", "float16")
+INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", default="deviation@0.15", help="selector@ratio others are compared with, in pairs"
     )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", help="of torch: cpu, cuda, cuda:1 (default: cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of model and KV (default: float32)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot TTFT against quality, and FILE-rates.png")
@@ -84,29 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; returns the exit status: 0, 2 on wrong use, 130 when it was interrupted."""
     try:
-        methods = methods_of(args.selectors, args.ratios, args.provenances)
-        unknown = sorted(set(args.kinds.split(",")) - set(prompts.KINDS))
-        if unknown:
-            raise ValueError(f"--kinds {args.kinds}: {unknown[0]!r} is none of {', '.join(prompts.KINDS)}")
-        if args.prompts < 1 or args.leak_prompts < 0:
-            raise ValueError("--prompts must be at least 1 and --leak-prompts at least 0")
-        settings = {
-            "model": args.model,
-            "dtype": args.dtype,
-            "device": args.device,
-            "corpus": corpus.corpus_in_use(args.corpus),
-            "seed": args.seed,
-            "kinds": args.kinds,
-        }
+        methods, settings = _checked(args)
         results = Results.open(args.resume, settings)
-    except ValueError as error:
-        print(f"blendstore bench quality: {error}", file=sys.stderr)
-        return 2
-    from blendstore.bench.inprocess import open_answering
+        models.check(args.model)
+        models.check_device(args.device)
+        from blendstore.bench.inprocess import open_answering
 
-    engine, tokenizer = open_answering(args.model, dtype=args.dtype, device=args.device)
+        engine, tokenizer = open_answering(args.model, dtype=args.dtype, device=args.device)
+    except (LookupError, OSError, ValueError) as error:
+        print(f"blendstore bench quality: {report.one_line(error)}", file=sys.stderr)
+        return 2
     first = 1_000 * args.seed
     todo = list(
         prompts.quality_prompts(
@@ -114,31 +107,102 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     leaks = [prompts.leak_case(tokenizer, first + index, args.corpus) for index in range(args.leak_prompts)]
+    status = 0
     with results:
-        measure_all(engine, todo, leaks, methods, results)
+        try:
+            measure_all(engine, todo, leaks, methods, results)
+        except KeyboardInterrupt:
+            asked = len(todo)
+            todo = [p for p in todo if all(results.has(p.kind, p.seed, m.key) for m in (FULL, *methods))]
+            kept = f"all results are kept in {args.resume}, the same command goes on" if args.resume else "use --resume"
+            done = f"{len(todo)} of {asked} prompts were answered by every method"
+            print(f"blendstore bench quality: interrupted; {done}; {kept}", file=sys.stderr)
+            status = INTERRUPTED
+    if not todo:
+        return status
     rows = summarise(results, todo, leaks, methods, model=args.model, record_format=args.dtype)
     print_rows(rows, results, todo, methods, args.baseline)
     if args.json:
         report.write_json(args.json, rows, corpus=settings["corpus"], seed=args.seed)
     if args.plot:
-        plot(args.plot, rows, f"{args.model}, {args.prompts} prompts, {args.device}, {args.dtype}")
-    return 0
+        plot(args.plot, rows, f"{args.model}, {len(todo)} prompts, {args.device}, {args.dtype}")
+    return status
+
+
+def _checked(args: argparse.Namespace) -> tuple[list[Method], dict[str, Any]]:
+    """What the flags ask for, and the settings that results depend on. Raises ``ValueError``, ``LookupError`` or
+    ``OSError`` for flags that would fail later, perhaps at the end of hours."""
+    methods = methods_of(args.selectors, args.ratios, args.provenances)
+    unknown = sorted(set(args.kinds.split(",")) - set(prompts.KINDS))
+    if unknown:
+        raise ValueError(f"--kinds {args.kinds}: {unknown[0]!r} is none of {', '.join(prompts.KINDS)}")
+    if args.prompts < 1 or args.leak_prompts < 0:
+        raise ValueError("--prompts must be at least 1 and --leak-prompts at least 0")
+    _, at, ratio = args.baseline.partition("@")
+    if at:
+        _share(ratio, "--baseline", args.baseline)
+    if args.corpus == "news":
+        corpus.documents(args.corpus)
+    for path in (args.json, args.plot, args.resume):
+        report.check_target(path)
+    settings = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "device": args.device,
+        "corpus": corpus.corpus_in_use(args.corpus),
+        "seed": args.seed,
+        "kinds": args.kinds,
+    }
+    return methods, settings
 
 
 def methods_of(selectors: str, ratios: str, provenances: str) -> list[Method]:
     """All combinations, full reuse of lead-in documents first: it is the measure of every share."""
-    shares = [float(ratio) for ratio in ratios.split(",")]
+    shares = [_share(ratio, "--ratios", ratios) for ratio in ratios.split(",")]
     for share in shares:
         if not 0 < share <= 1:
             raise ValueError(f"--ratios {ratios}: {share} is not above 0 and at most 1 (selector none stands for 0)")
     methods = [FULL_REUSE]
     for provenance in provenances.split(","):
-        if not provenance.startswith("in_context_") and provenance not in prompts.PROVENANCES:
+        if not prompts.is_provenance(provenance):
             raise ValueError(f"--provenances {provenances}: {provenance!r} is none of {', '.join(prompts.PROVENANCES)}")
         for selector in selectors.split(","):
-            parse_selector(selector)
+            check_selector(selector)
             methods += [Method(selector, r, provenance) for r in ([0.0] if selector == "none" else shares)]
     return list(dict.fromkeys(methods))
+
+
+def check_selector(text: str) -> None:
+    """Raises ``ValueError`` for a selector or an option that no engine would take; makes the selector, as it does."""
+    from blendstore.blend.drift import DriftSettings
+    from blendstore.blend.selectors import SelectorError, SelectorSettings, make_selector
+
+    name, options = parse_selector(text)
+    drift = {f"drift_{field.name}" for field in fields(DriftSettings)}
+    for option in options.keys() & (drift | {"seed"}):
+        if not isinstance(options[option], int | float) or isinstance(options[option], bool):
+            raise ValueError(f"--selectors {text}: {option}={options[option]} is no number")
+    if not isinstance(options["drift_correction"], bool):
+        raise ValueError(f"--selectors {text}: drift_correction={options['drift_correction']} is not true or false")
+    rest: dict[str, float | int | str] = {
+        option: str(value).lower() if isinstance(value, bool) else value
+        for option, value in options.items()
+        if option not in drift | {"seed", "drift_correction"}
+    }
+    try:
+        make_selector(name, SelectorSettings(options=rest)).select  # noqa: B018 - a factory may give anything
+    except (SelectorError, AttributeError, ImportError) as error:
+        raise ValueError(f"--selectors {text}: {error}") from None
+
+
+def _share(text: str, flag: str, given: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not math.isfinite(share):
+        raise ValueError(f"{flag} {given}: {text!r} is no number")
+    return share
 
 
 def parse_selector(text: str) -> tuple[str, dict[str, bool | int | float | str]]:
@@ -160,34 +224,30 @@ def measure_all(
     methods: Sequence[Method],
     results: Results,
 ) -> None:
-    """Run what ``results`` does not hold yet, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("quality", total=len(todo) * (1 + len(methods)))
+    """Run what ``results`` does not hold yet, and show how far it is."""
+    with Progress() as progress:
+        progress.start("quality", len(todo) * (1 + len(methods)))
         warm = False
         for prompt in todo:
             missing = [m for m in (FULL, *methods) if not results.has(prompt.kind, prompt.seed, m.key)]
-            progress.advance(bar, 1 + len(methods) - len(missing))
+            progress.advance(1 + len(methods) - len(missing))
             if missing and not warm:  # the first call of each pays for lazy set-up; its times are not kept
                 for _ in answer_all(engine, prompts.shortened(prompt, 2), (FULL, *methods)):
                     pass
                 warm = True
             for method, result in answer_all(engine, prompt, missing):
                 results.add(prompt.kind, prompt.seed, method.key, result)
-                progress.advance(bar)
+                progress.advance()
         leaking = [method for method in methods if method.provenance.startswith("in_context")]
-        bar = progress.add_task("leak (b12)", total=len(leaks) * len(leaking), visible=bool(leaking))
+        if not (leaks and leaking):
+            return
+        progress.start("leak (b12)", len(leaks) * len(leaking))
         for case in leaks:
-            if not leaking:
-                break
             missing = [m for m in (FULL, *leaking) if not results.has("leak", case.prompt.seed, m.key)]
-            progress.advance(bar, len(leaking) - sum(m is not FULL for m in missing))
+            progress.advance(len(leaking) - sum(m is not FULL for m in missing))
             for method, result in leak_all(engine, case, missing):
                 results.add("leak", case.prompt.seed, method.key, result)
-                progress.advance(bar, method is not FULL)
+                progress.advance(int(method is not FULL))
 
 
 def answer_all(

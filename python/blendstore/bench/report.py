@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+_LONGEST = 500
 
 _PACKAGES = ("blendstore", "blendstore-transformers", "torch", "transformers", "tokenizers", "numpy", "httpx")
 
@@ -48,6 +49,25 @@ def write_json(path: Path, rows: Sequence[Row], **facts: str | int) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     temporary.replace(path)
+
+
+def check_target(path: Path | None) -> None:
+    """Raises ``OSError`` where a file could not be written at the end of a long run; makes its folder."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} can't be written: give a file in a folder of yours")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line; its type where it says nothing."""
+    text = " ".join(str(error).split())
+    if not text:
+        return type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def print_table(title: str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:

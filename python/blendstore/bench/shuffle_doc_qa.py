@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from blendstore.bench import documents, report
+from blendstore.bench.progress import Progress
+from blendstore.flags import port, positive
 
 _ENUMERATED = 8
 _ORDINALS = (
@@ -32,10 +34,15 @@ QUESTION = "What do these documents have in common?"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``blendstore bench shuffle-doc-qa``."""
     add = parser.add_argument
-    add("--num-documents", type=int, required=True, help="documents in every request; at least 2")
+    add("--num-documents", type=positive, required=True, help="documents in every request; at least 2")
     add("--document-length", type=int, required=True, help="words of each document")
     add("--output-len", type=int, required=True, help="tokens to generate")
-    add("--port", type=int, default=int(os.environ.get("SERVICE_PORT") or 10001), help="default: SERVICE_PORT or 10001")
+    add(
+        "--port",
+        type=port,
+        default=os.environ.get("SERVICE_PORT") or "10001",
+        help="default: SERVICE_PORT or 10001",
+    )
     add("--base-url", help="instead of --port: the address up to and with /v1")
     add("--model", help="default: the first that the server lists")
     add("--random-seed", type=int, default=0)
@@ -50,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
         for flag in ("document_length", "output_len"):
             if getattr(args, flag) < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not at least 1")
+        report.check_target(args.json)
         rng = random.Random(args.random_seed)
         texts = documents.words(documents.prose(rng), args.num_documents, args.document_length)
         orders = derangements(args.num_documents, args.num_documents - 1, rng)
         rows = asyncio.run(_measure(args, texts, orders))
-    except (ValueError, ServerError) as error:
-        print(f"blendstore bench shuffle-doc-qa: {error}", file=sys.stderr)
+    except (ValueError, OSError, ServerError) as error:
+        print(f"blendstore bench shuffle-doc-qa: {report.one_line(error)}", file=sys.stderr)
         return 2
     later = [row["ttft_ms"] for row in rows[1:] if row["ttft_ms"] is not None]
     if later:
@@ -68,23 +76,19 @@ def run(args: argparse.Namespace) -> int:
 async def _measure(
     args: argparse.Namespace, texts: Sequence[str], orders: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from blendstore.bench.client import OpenAIClient
 
     rows: list[dict[str, Any]] = []
-    columns = (TextColumn("shuffled requests"), BarColumn(), MofNCompleteColumn())
     async with OpenAIClient(args.base_url or f"http://localhost:{args.port}/v1") as client:
         model = args.model or await client.first_model()
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("", total=len(orders))
+        with Progress() as progress:
+            progress.start("shuffled requests", len(orders), by_tenths=False)  # a line each goes to stdout
             for number, order in enumerate(orders, start=1):
                 answer = await client.chat(model, messages([texts[i] for i in order]), args.output_len)
                 ttft = None if answer.ttft_s is None else 1e3 * answer.ttft_s
                 rows.append({"model": model, "request": number, "order": list(order), "ttft_ms": ttft})
-                progress.advance(bar)
-                print(f"request {number}: TTFT {report.shown(ttft)} ms, order {' '.join(map(str, order))}")
+                progress.advance()
+                print(f"request {number}: TTFT {report.shown(ttft)} ms, order {' '.join(map(str, order))}", flush=True)
     return rows
 
 
