@@ -1,7 +1,8 @@
 """The command ``blendstore``: show and check the configuration, run the benchmarks, tell the versions.
 
-Exit codes: 0 done, 1 a benchmark missed what was expected of it, 2 wrong use or wrong configuration, 141 the reader of
-the output has gone (``| head``): what a shell reports for a program that the signal SIGPIPE ended.
+Exit codes: 0 done, 1 a benchmark missed what was expected of it, 2 wrong use or wrong configuration, and what a shell
+reports for a program that a signal ended: 130 interrupted (SIGINT), 141 the reader of the output has gone (SIGPIPE,
+``| head``).
 """
 
 import argparse
@@ -15,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from blendstore.config import Config, ConfigError
+from blendstore.flags import CommandParser
 
 __all__ = ["main"]
 
@@ -26,8 +28,7 @@ _BENCHES: Mapping[str, tuple[str, str]] = {
     "quality": ("blendstore.bench.quality", "what each way of reuse costs in quality"),
 }
 _PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transformers")
-
-
+_INTERRUPTED = 128 + 2  # SIGINT
 _READER_GONE = 128 + 13  # SIGPIPE
 
 
@@ -66,8 +67,12 @@ def _run(arguments: Sequence[str]) -> int:
         args = _parser(_wanted_bench(arguments)).parse_args(arguments)
         code: int = args.run(args)
     except ConfigError as error:
-        print(f"blendstore: {error}", file=sys.stderr)
+        for fault in error.faults:
+            print(f"blendstore: {fault}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("blendstore: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "blendstore":
             raise
@@ -86,7 +91,8 @@ def _wanted_bench(arguments: Sequence[str]) -> str | None:
 
 
 def _parser(bench: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="blendstore", description="KV-cache reuse for LLM serving.")
+    parser = CommandParser(prog="blendstore", description="KV-cache reuse for LLM serving.")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print blendstore's version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     config = commands.add_parser("config", help="show or check the configuration")
@@ -95,8 +101,9 @@ def _parser(bench: str | None) -> argparse.ArgumentParser:
     show.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: what the environment names")
     show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(run=_show)
-    check = actions.add_parser("check", help="exit with 2 and the reason if it would be refused")
+    check = actions.add_parser("check", help="exit with 2 and every reason if it would be refused")
     check.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: what the environment names")
+    check.add_argument("--json", action="store_true", help="print JSON: accepted, faults, warnings")
     check.set_defaults(run=_check)
 
     benches = commands.add_parser("bench", help="run a benchmark").add_subparsers(metavar="BENCHMARK", required=True)
@@ -128,11 +135,64 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    config = Config.load(args.file)
-    for warning in config.warnings:
+    faults: list[str] = []
+    warnings: list[str] = []
+    try:
+        config = Config.load(args.file)
+        warnings += config.warnings
+        faults += _selector_faults(config, warnings)
+    except ConfigError as error:
+        faults += error.faults
+    if args.json:
+        print(json.dumps({"accepted": not faults, "faults": faults, "warnings": warnings}, indent=2))
+        return 2 if faults else 0
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    if faults:
+        raise ConfigError(*faults)
     print(f"{args.file or 'configuration'}: accepted")
     return 0
+
+
+def _selector_faults(config: Config, warnings: list[str]) -> list[str]:
+    """What an engine would refuse about the selector. Selectors are tensor code: torch is imported, but only where one
+    is named or given options, and blending is not switched off."""
+    origins = config.origins
+    named = [key for key in ("blend_selector", "blend_selector_options") if origins[key] != "default"]
+    if not named or (not config.enable_blending and origins["enable_blending"] != "default"):
+        return []
+    try:
+        from blendstore.blend.selectors import SelectorSettings, make_selector
+    except ModuleNotFoundError as error:
+        warnings.append(f"{named[0]}: not checked, because the package {error.name} is not installed")
+        return []
+    settings = SelectorSettings(
+        config.blend_check_layers,
+        config.blend_recompute_ratios,
+        config.blend_thresholds,
+        dict(config.blend_selector_options),
+    )
+    try:
+        make_selector(config.blend_selector, settings)
+    except Exception as error:  # an entry point of another package may raise anything
+        given = "; ".join(f"{key}: {config.as_dict()[key]!r} ({origins[key]})" for key in named)
+        return [f"{given}: {error}"]
+    return []
+
+
+class _PrintVersion(argparse.Action):
+    """Like argparse's own action, but the installed version is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"blendstore {_own_version()}")
+        parser.exit()
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("blendstore")
+    except metadata.PackageNotFoundError:
+        return "(not installed as a package)"
 
 
 def _version(args: argparse.Namespace) -> int:

@@ -48,7 +48,13 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A key, value or combination that can't be; the message names key, value, origin and the accepted form."""
+    """Keys, values or combinations that can't be; the message names key, value, origin and the accepted form.
+
+    ``faults`` has a message for each of them; they are the lines of the error's own."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
 
 
 def redact(value: str) -> str:
@@ -160,13 +166,15 @@ class Config:
             value = _read(name, getattr(self, name), origins.get(name, "argument"))
             object.__setattr__(self, name, value)
             origins.setdefault(name, "default" if value == _default(name) else "argument")
-        self._refuse_impossible()
+        faults = list(self._impossible())
         for name, about in _keys():
             if not about["built"] and getattr(self, name) != _default(name):
-                raise ConfigError(
+                faults.append(
                     f"{name}: {_shown(name, getattr(self, name))} ({origins[name]}) asks for a feature "
                     f"({about['help']}) that is {_NOT_AVAILABLE}; leave it out or give {_shown(name, _default(name))}"
                 )
+        if faults:
+            raise ConfigError(*faults)
         if self.enable_blending:
             for name in ("use_layerwise", "save_unfull_chunk"):
                 if not getattr(self, name):
@@ -197,17 +205,31 @@ class Config:
 
         values: dict[str, object] = {}
         origins: dict[str, str] = {}
+        faults: list[str] = []
+        faulty: set[str] = set()
         for name, origin, raw in layers:
-            if name in _ELSEWHERE:
-                _refuse_elsewhere(name, raw, origin)
+            try:
+                if name in _ELSEWHERE:
+                    _refuse_elsewhere(name, raw, origin)
+                    continue
+                value = _read(name, raw, origin)
+            except ConfigError as error:
+                faults += error.faults
+                faulty.add(name)
                 continue
-            value = _read(name, raw, origin)
             if name in values and values[name] != value:
                 warnings.append(
                     f"{name}: {_shown(name, value)} ({origin}) wins over {_shown(name, values[name])} ({origins[name]})"
                 )
             values[name], origins[name] = value, origin
-        return cls(**cast(dict[str, Any], values), origins=origins, warnings=tuple(warnings))
+        if not faults:
+            return cls(**cast(dict[str, Any], values), origins=origins, warnings=tuple(warnings))
+        try:
+            # What else is wrong, apart from combinations with keys whose value is not known.
+            cls(**cast(dict[str, Any], values), origins=origins)
+        except ConfigError as error:
+            faults += [fault for fault in error.faults if not any(name in fault for name in faulty)]
+        raise ConfigError(*faults)
 
     @property
     def max_local_cpu_bytes(self) -> int:
@@ -230,8 +252,8 @@ class Config:
         changed = (name for name, _ in _keys() if self.origins[name] != "default")
         return f"Config({', '.join(f'{name}={_shown(name, getattr(self, name))}' for name in changed)})"
 
-    def _refuse_impossible(self) -> None:
-        """Combinations that no engine could run."""
+    def _impossible(self) -> Iterator[str]:
+        """What is wrong with combinations that no engine could run."""
         layers, ratios, thresholds = self.blend_check_layers, self.blend_recompute_ratios, self.blend_thresholds
         separates = self.segmenter == "separator" or (self.segmenter == "auto" and self.enable_blending)
         for wrong, message in (
@@ -284,7 +306,7 @@ class Config:
             ),
         ):
             if wrong:
-                raise ConfigError(message)
+                yield message
 
 
 def _keys() -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,150 @@ def test_config_check_accepts_with_warnings_and_refuses_with_2(
     assert captured.out == ""
     assert captured.err.startswith("blendstore: chunk_sise: 64")
     assert "did you mean chunk_size?" in captured.err
+
+
+def test_config_check_lists_every_fault_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run shows all that is to be mended; combinations with a key whose value isn't known are no fault."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "chunk_sise: 3\nchunk_size: 0\nenable_controller: true\nlocal_disk: /x\nlocal_cpu: false\n"
+        "blend_check_layers: [a]\nblend_recompute_ratios: [0.2, 0.1]\nblend_thresholds: [1, 2]\n"
+    )
+    assert cli.main(["config", "check", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("blendstore: ") for line in lines)
+    named = [line.removeprefix("blendstore: ").split(":")[0].split()[0] for line in lines]
+    assert named == ["chunk_sise", "chunk_size", "enable_controller", "blend_check_layers", "local_cpu", "local_disk"]
+    assert cli.main(["config", "check", "--json", str(file)]) == 2
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert (told["accepted"], told["warnings"], captured.err) == (False, [], "")
+    assert told["faults"] == [line.removeprefix("blendstore: ") for line in lines]
+
+
+def test_config_check_for_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("chunk_size: 64\n")
+    monkeypatch.setenv("BLENDSTORE_CHUNK_SIZE", "32")
+    assert cli.main(["config", "check", "--json", str(file)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["accepted"], told["faults"]) == (True, [])
+    assert "wins over 64" in told["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("enable_blending: true\nblend_selector: quary", "selector 'quary' is unknown: use one of broken, deviation"),
+        ("blend_selector: quary", "'quary' is unknown"),  # engines blend unless a file says that they shall not
+        ("enable_blending: true\nblend_selector_options: {rows: 0}", "rows = 0"),
+        ("enable_blending: true\nblend_selector_options: {row: 8}", "no option 'row'"),
+        ("enable_blending: true\nblend_selector: head\nblend_selector_options: {rows: 8}", "no option 'rows'"),
+        ("enable_blending: true\nblend_selector: broken", "no such wheel"),
+    ],
+)
+def test_config_check_refuses_the_selectors_that_an_engine_would(
+    written: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry_point(monkeypatch)
+    file = tmp_path / "c.yaml"
+    file.write_text(written)
+    assert cli.main(["config", "check", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("blendstore: blend_selector") and str(file) in line and said in line
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "enable_blending: true\nblend_selector: deviation",
+        "enable_blending: true\nblend_selector: theirs\nblend_selector_options: {anything: 1}",
+        "blend_selector_options: {rows: 8, power: 0.25}",
+        "enable_blending: false\nblend_selector: quary",
+    ],
+)
+def test_config_check_accepts_selectors_that_are_there_or_not_used(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_point(monkeypatch)
+    file = tmp_path / "c.yaml"
+    file.write_text(written)
+    assert cli.main(["config", "check", str(file)]) == 0
+
+
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's selectors: `theirs`, and `broken`, whose module is missing a part."""
+    from blendstore.blend import selectors
+
+    def broken(settings: object) -> None:
+        raise ImportError("no such wheel")
+
+    factories = {"theirs": lambda settings: selectors.NoSelector(), "broken": broken}
+
+    def entry_points(*, group: str, name: str | None = None) -> Any:
+        named = [n for n in factories if name in (None, n)]
+        points = [types.SimpleNamespace(name=n, load=lambda n=n: factories[n]) for n in named]
+        return points if name else types.SimpleNamespace(names=set(factories))
+
+    monkeypatch.setattr(selectors, "entry_points", entry_points)
+
+
+def test_config_check_without_torch_says_what_it_did_not_check(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("enable_blending: true\nblend_selector: quary\n")
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from blendstore.cli import main\n"
+        f"sys.exit(main(['config', 'check', {str(file)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{file}: accepted\n")
+    assert done.stderr == "warning: blend_selector: not checked, because the package torch is not installed\n"
+
+
+def test_version_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"blendstore {metadata.version('blendstore')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "said"),
+    [
+        (["bench", "quality", "--selectrs", "x"], "bench quality", "no flag --selectrs; did you mean --selectors?"),
+        (["bench", "quality", "--selectrs=x", "--promts=1"], "bench quality", "--promts; did you mean --prompts?"),
+        (["config", "check", "--jsn", "x"], "config check", "no flag --jsn; did you mean --json?"),
+        (["config", "show", "a", "b"], "config show", "unexpected argument b"),
+        (["version", "--zzz"], "version", "no flag --zzz; `blendstore version --help` lists the flags"),
+        (["bench", "--zzz", "quality"], "bench", "no flag --zzz"),
+        (["--versoin", "version"], "", "no flag --versoin; did you mean --version?"),
+    ],
+)
+def test_unknown_flags_are_the_error_of_their_own_command(
+    arguments: list[str], command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usage that is shown is the one that lists what may be given there."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    name = f"blendstore {command}".strip()
+    assert err.startswith(f"usage: {name} [")
+    assert f"{name}: error: " in err.splitlines()[-1] and said in err
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    fake_bench(monkeypatch, 0)
+    monkeypatch.setattr(sys.modules["fake_bench"], "run", interrupted)
+    assert cli.main(["bench", "quality"]) == 130
+    assert capsys.readouterr().err == "blendstore: interrupted\n"
 
 
 def test_version_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
