@@ -196,9 +196,9 @@ def test_ports_that_cannot_be_are_refused(
     port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SERVICE_PORT", port)
-    for parse in (lambda: _multi("--port", port), _shuffle):
+    for parse, given in ((_multi, ("--port", port)), (_shuffle, ())):
         with pytest.raises(SystemExit) as caught:
-            parse()
+            parse(*given)
         assert caught.value.code == 2 and f"--port: {port} is" in capsys.readouterr().err
 
 

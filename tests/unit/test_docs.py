@@ -88,6 +88,34 @@ def test_tests_named_in_the_design_exist() -> None:
     assert not [name for name in named if name not in known]
 
 
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
+
+
+def anchors(path: Path) -> set[str]:
+    """What a page's headings are called in links: lower case, blanks as hyphens, no punctuation."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(page: str) -> None:
+    """No reader follows a link into nothing: files exist, headings within them too."""
+    links = re.findall(r"\]\(([^)\s]+)\)", read(page))
+    broken = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+    assert links or page == "CHANGELOG.md" or page.startswith("docs/")
+
+
 @pytest.mark.real_model
 def test_the_readmes_example_runs_as_printed() -> None:
     """The first code that a newcomer copies works: both documents come back in the other order, the answer is right."""
