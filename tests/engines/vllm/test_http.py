@@ -1,0 +1,145 @@
+"""The real ``vllm serve`` with a real small model, scheduler and worker in processes of their own: the seeds'
+benchmarks against it, options in the OpenAI body, the log."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from blendstore.bench import models
+from blendstore.cli import main
+
+LINE = re.compile(
+    r"blendstore: request (\S+): prompt (\d+), device prefix (\d+), exact (\d+), reused (\d+), recomputed (\d+), "
+    r"fresh (\d+)"
+)
+SERVED = "smollm2"
+
+
+class Http:
+    """A server process and its log."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        config = folder / "blend.yaml"
+        config.write_text(
+            'enable_blending: True\nmax_local_cpu_size: 2\nblend_special_str: " # # "\nchunk_size: 64\n'
+            "blend_budget_ms: 0\n"  # or a busy machine would not blend
+        )
+        self.log = folder / "server.log"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.sockets = folder / "sockets"
+        self.sockets.mkdir()
+        command = [
+            str(Path(sys.executable).parent / "vllm"), "serve", str(models.resolve(SERVED)), "--served-model-name",
+            SERVED, "--port", str(self.port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "4096", "--no-enable-prefix-caching", "--kv-transfer-config",
+            '{"kv_connector": "BlendStoreConnector", "kv_role": "kv_both"}',
+        ]  # fmt: skip
+        env = {
+            **os.environ, "BLENDSTORE_CONFIG_FILE": str(config), "TMPDIR": str(self.sockets),
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        }  # fmt: skip
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        for _ in range(600):
+            if self.process.poll() is not None:
+                raise AssertionError(self.log.read_text()[-5000:])
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError(f"not healthy: {self.log.read_text()[-5000:]}")
+
+    def requests(self) -> list[dict[str, int]]:
+        """The lines of all prompts, in order."""
+        names = ("prompt", "prefix", "exact", "reused", "recomputed", "fresh")
+        found = LINE.findall(self.log.read_text())
+        return [dict(zip(names, map(int, numbers), strict=True)) for _, *numbers in found]
+
+    def complete(self, ids: list[int], **body: Any) -> list[dict[str, int]]:
+        """One completion; the log's new lines."""
+        before = len(self.requests())
+        body = {"model": SERVED, "prompt": ids, "max_tokens": 1, **body}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return self.requests()[before:]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    made = Http(tmp_path_factory.mktemp("http"))
+    yield made
+    made.process.terminate()
+    try:
+        made.process.wait(20)
+    except subprocess.TimeoutExpired:
+        made.process.kill()
+
+
+def test_the_log_says_what_will_be_done_with_the_model(server: Http) -> None:
+    told = server.log.read_text()
+    assert "blendstore: blending by query at 0.15, documents by auto" in told
+    assert "LlamaForCausalLM: 30 layers, 3 KV heads of 64" in told
+    assert "geometry proven" in told
+    sockets = list(server.sockets.glob("blendstore-*/*.sock"))
+    assert len(sockets) == 1, "look-ups cross processes here"
+
+
+def test_multi_doc_qa_reuses_every_warmed_document_in_every_order(server: Http, tmp_path: Path) -> None:
+    before = len(server.requests())
+    flags = (
+        f"--base-url {server.url}/v1 --model {SERVED} --num-total-documents 4 --document-length 100 --num-requests 4 "
+        f"--num-docs-per-request 3 --output-len 2 --max-inflight-requests 4 --output {tmp_path / 'answers'} "
+        f"--json {tmp_path / 'rows.json'}"
+    )
+    assert main(["bench", "multi-doc-qa", *flags.split()]) == 0
+    query = [row for row in server.requests()[before:] if row["prompt"] > 300 and row["reused"] + row["exact"] > 0]
+    assert len(query) >= 4
+    for row in query[:4]:
+        known = row["exact"] + row["reused"] + row["recomputed"]
+        assert known >= 3 * 100, "all three documents, wherever they stand"
+        assert row["recomputed"] <= 0.16 * known + 1
+
+
+def test_shuffle_doc_qa_finds_documents_without_a_separator(server: Http, tmp_path: Path) -> None:
+    before = len(server.requests())
+    command = ["bench", "shuffle-doc-qa", "--num-documents", "4", "--document-length", "150", "--output-len", "2"]
+    assert main([*command, "--base-url", f"{server.url}/v1", "--json", str(tmp_path / "rows.json")]) == 0
+    later = server.requests()[before:]
+    assert len(later) == 3
+    for row in later[1:]:
+        known = row["exact"] + row["reused"] + row["recomputed"]
+        assert known >= 0.6 * row["prompt"], "documents in another order behind other labels"
+
+
+def test_options_and_salts_come_with_the_openai_body(server: Http) -> None:
+    """``kv_transfer_params`` and ``cache_salt`` (case s13 across processes)."""
+    ids = [int(token) for token in np.random.default_rng(0).integers(1000, 20000, 130)]
+    tail = [int(token) for token in np.random.default_rng(1).integers(1000, 20000, 20)]
+    server.complete([5, 6, 7, *ids, *tail])
+    asked = [9, 8, *ids, *tail]
+
+    def options(**given: Any) -> dict[str, Any]:
+        return {"kv_transfer_params": {"blendstore": {"store": False, **given}}}
+
+    (off,) = server.complete(asked, **options(reuse=False))
+    (zero,) = server.complete(asked, **options(ratio=0.0))
+    (one,) = server.complete(asked, **options(ratio=1.0))
+    (other,) = server.complete(asked, cache_salt="other", **options())
+    assert off["fresh"] == other["fresh"] == len(asked)
+    assert (zero["recomputed"], one["reused"]) == (0, 0)
+    assert zero["reused"] == one["recomputed"] >= 60
