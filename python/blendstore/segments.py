@@ -21,7 +21,7 @@ The rule at token level:
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,13 @@ class SeparatorSegmenter:
             np.array(form, dtype=np.uint32) for form in sorted(set(self.separator_ids), key=lambda f: (-len(f), f))
         ]
         self._bos = np.array(self.bos_ids, dtype=np.uint32)
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Tokenizer, separator: str) -> Self:
+        """Cuts where ``separator`` stands in texts of that tokenizer. Raises `SegmentationError` as
+        `derive_separator_ids`."""
+        bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        return cls(derive_separator_ids(tokenizer, separator), bos)
 
     def segment(self, tokens: NDArray[np.uint32]) -> Segmentation:
         """``tokens``: ``uint32[n]``; any length, none included."""

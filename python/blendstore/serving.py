@@ -77,6 +77,16 @@ def settings(config: Config, options: RequestOptions) -> BlendSettings:
     )
 
 
+def whole_layers(how: BlendSettings, layers: int) -> float:
+    """Share of the ``layers`` that all reused tokens go through."""
+    return max(how.check_layers) / layers if how.selector in ("deviation", "hybrid") else 0.0
+
+
+def without_question(how: BlendSettings) -> BlendSettings:
+    """The same where what is blended ends before the question."""
+    return replace(how, selector="deviation", options={}) if how.selector == "query" else how
+
+
 def signature(how: BlendSettings) -> str:
     """32 hexadecimal digits: equal for settings that give a prompt the same KV."""
     # Layer-wise loading changes when bytes come, not which.

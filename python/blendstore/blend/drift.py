@@ -60,9 +60,6 @@ class DriftCorrection:
     documents: Tensor | None = None
     _recomputed: Recomputed | None = field(init=False, default=None)
     _columns: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
-    _angles: dict[int, tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]] = field(
-        init=False, default_factory=dict
-    )
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.
@@ -94,13 +91,13 @@ class DriftCorrection:
         cached = v[self.selected].float()
         moved = (fresh_k - k[self.selected]).float()
         if table is not None:
-            (cos, sin), _ = self._turns(table)
-            moved = table.rotate(moved, cos, -sin)
+            cos, sin = (angle[:, None] for angle in table.kept(max(span.stop for span in self.spans), k.device))
+            moved = table.rotate(moved, cos[self.selected], -sin[self.selected])
         # [kv_heads, n, 2 dims] and [kv_heads, dims, n]
         drift = torch.cat([moved, fresh_v.float() - cached], -1).transpose(0, 1)
         alike = F.normalize(cached, dim=-1).permute(1, 2, 0) / self.settings.temperature
         still = self.settings.prior * math.exp(-0.5 / self.settings.temperature)
-        for place, span in enumerate(self.spans):
+        for span in self.spans:
             columns, bias = self._columns[self.numbers[span.group]]
             if not columns.shape[0]:
                 continue
@@ -113,7 +110,7 @@ class DriftCorrection:
             carried = torch.bmm(weights, drift[:, columns]).mul_(scale).transpose(0, 1)
             drift_k, drift_v = carried.chunk(2, -1)
             if table is not None:
-                drift_k = table.rotate(drift_k, *self._turns(table)[1][place])
+                drift_k = table.rotate(drift_k, cos[here], sin[here])
             k[here] += drift_k.to(k.dtype)
             v[here] += drift_v.to(v.dtype)
 
@@ -133,16 +130,6 @@ class DriftCorrection:
             columns = torch.tensor([*own, *others], dtype=torch.int64)
             out[number] = columns.to(self.selected.device), bias.to(self.selected.device)
         return out
-
-    def _turns(self, table: RotaryTable) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
-        found = self._angles.get(id(table))
-        if found is None:
-            device = self.selected.device
-            stop = max(span.stop for span in self.spans)
-            cos, sin = (t.to(device) for t in table.angles(torch.arange(stop)))
-            spans = [(cos[s.start : s.stop], sin[s.start : s.stop]) for s in self.spans]
-            found = self._angles[id(table)] = ((cos[self.selected], sin[self.selected]), spans)
-        return found
 
 
 def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:

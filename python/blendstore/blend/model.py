@@ -29,6 +29,11 @@ class Geometry:
     rotary: tuple[RotaryTable | None, ...]
     windows: tuple[int | None, ...]
 
+    @classmethod
+    def plain(cls, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Geometry:
+        """Of a model that isn't blended: what plain caching needs, rotary and windows left out."""
+        return cls(layers, kv_heads, kv_heads, head_dim, dtype, device, (None,) * layers, (None,) * layers)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V over all layers."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from blendstore.startup import Refused
 from blendstore_vllm.layout import PagedKV
-from blendstore_vllm.refusal import Refused
 
 BLOCKS, HEADS, BLOCK, DIM = 6, 2, 32, 32
 

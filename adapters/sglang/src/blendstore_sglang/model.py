@@ -18,8 +18,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor, nn
 
 from blendstore.blend import Attend, Geometry
+from blendstore.decoders import decoder_of, refuse_unknown_arguments
+from blendstore.startup import Refused
 
-from .rotary import Refused, rotary_tables
+from .rotary import rotary_tables
 from .versions import Version
 
 _ROWWISE = ("position_embeddings_global", "position_embeddings_local")
@@ -86,7 +88,7 @@ class SGLangModel:
         self._layers: list[Any] = list(self.decoder.layers)
         attentions = [_attention(index, layer) for index, layer in enumerate(self._layers)]
         for layer in self._layers:
-            _refuse_unknown_arguments(layer)
+            refuse_unknown_arguments(layer, (*_OWN, *_ROWWISE))
         self._explicit_residual = "residual" in inspect.signature(self._layers[0].forward).parameters
         first = attentions[0]
         shapes = {(a.tp_q_head_num, a.tp_k_head_num, a.head_dim) for a in attentions}
@@ -192,17 +194,6 @@ class SGLangModel:
         return replace(state, hidden=caught["hidden_states"], given=given, batched=caught["positions"].dim() == 2)
 
 
-def decoder_of(model: Any) -> Any:
-    """The module that holds the embeddings and the layers."""
-    for path in ("model", "language_model.model", "language_model"):
-        found = model
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if hasattr(found, "layers") and hasattr(found, "embed_tokens"):
-            return found
-    raise Refused(f"{type(model).__name__} has no decoder with embed_tokens and layers")
-
-
 def make_batch(ids: Tensor, positions: Tensor, slots: Tensor | None = None, row: int = 0) -> Any:
     """A forward batch of one new sequence of n tokens, whose KV goes to ``slots`` [n] if it is the engine that attends.
 
@@ -249,13 +240,6 @@ def _attention(index: int, layer: Any) -> Any:
         if wrong:
             raise Refused(f"layer {index}: {what}")
     return attention
-
-
-def _refuse_unknown_arguments(layer: Any) -> None:
-    for name, parameter in inspect.signature(layer.forward).parameters.items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and name not in (*_OWN, *_ROWWISE):
-            raise Refused(f"{type(layer).__name__} needs {name!r}, which blending doesn't know")
 
 
 def _narrowed(value: Any, index: Tensor) -> Any:

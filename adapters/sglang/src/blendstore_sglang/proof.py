@@ -11,9 +11,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 
 from blendstore.blend.selftest import Proof, prove_geometry
+from blendstore.startup import Refused
 
 from .model import SGLangModel, make_batch
-from .rotary import Refused
 
 Prefill = Callable[[Tensor, int], list[tuple[Tensor, Tensor]]]
 

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from blendstore.blend.rotary import RotaryTable
-
-
-class Refused(RuntimeError):
-    """Blending is refused for this model or this server; the message says why. SGLang goes on without it."""
+from blendstore.decoders import cached_rotary
 
 
 def rotary_tables(decoder: Any, layers: Sequence[Any], head_dim: int) -> tuple[RotaryTable | None, ...]:
@@ -25,7 +22,7 @@ def rotary_tables(decoder: Any, layers: Sequence[Any], head_dim: int) -> tuple[R
             out.append(None)
             continue
         if id(module) not in known:
-            known[id(module)] = _by_cache(index, module) if hasattr(module, "cos_sin_cache") else _by_call(module)
+            known[id(module)] = cached_rotary(index, module) if hasattr(module, "cos_sin_cache") else _by_call(module)
         out.append(known[id(module)])
     return tuple(out)
 
@@ -37,29 +34,6 @@ def _module(decoder: Any, layer: Any) -> Any:
     if local is not None:  # the decoder computes cosines and sines for its layers, one kind for sliding ones
         return local if getattr(attention, "is_sliding", False) else decoder.rotary_emb
     return getattr(attention, "rotary_emb", None)
-
-
-def _by_cache(index: int, module: Any) -> RotaryTable:
-    name = type(module).__name__
-    if hasattr(module, "long_short_cos_sin_cache") or "LongRoPE" in name:
-        raise Refused(
-            f"layer {index}: {name} switches frequencies with the prompt's length: cached keys can't be moved"
-        )
-    if getattr(module, "mrope_section", None):
-        raise Refused(f"layer {index}: {name} has several axes (mrope_section): cached keys can't be moved")
-    pairs = module.cos_sin_cache.shape[-1] // 2
-    # On the host, so that no look-up waits for the device; the engine may lengthen its table.
-    host = module.cos_sin_cache.float().cpu()
-
-    def lookup(positions: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal host
-        if host.shape[0] != module.cos_sin_cache.shape[0]:
-            host = module.cos_sin_cache.float().cpu()
-        # Callers may look ahead of the longest prompt; what stands there is never used.
-        cos, sin = host[positions.cpu().clamp(max=host.shape[0] - 1)].chunk(2, -1)
-        return cos, sin
-
-    return RotaryTable(lookup, "half" if module.is_neox_style else "interleaved", pairs)
 
 
 def _by_call(module: Any) -> RotaryTable:

@@ -27,7 +27,7 @@ from blendstore.options import RequestOptions
 from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import BlendPlan, SpanKind
 from blendstore.segments import SeparatorSegmenter
-from blendstore.serving import Served, describe, settings
+from blendstore.serving import Served, describe, settings, whole_layers, without_question
 
 from .model import SGLangModel
 from .ranks import Ranks
@@ -148,8 +148,9 @@ class Serving:
             cached = prepared.plan.positions(SpanKind.EXACT, SpanKind.REUSED)
             if blend and cached.size and cached[-1] >= prepared.plan.lead:
                 run = head(prepared.plan, min(len(tokens), limit + self.page_size + TAIL))
-                ratio = self.settings(tenant).ratios[-1]
-                fitting = self.budget.fit(run, ratio, whole_layers=self._whole_layers(tenant))
+                wanted = self.settings(tenant)
+                whole = whole_layers(wanted, self.geometry.layers)
+                fitting = self.budget.fit(run, wanted.ratios[-1], whole_layers=whole)
         except Exception as error:
             self.metrics.event("fallback")
             log.warning("looking a prompt up failed: %s", f"{type(error).__name__}: {error}")
@@ -200,9 +201,8 @@ class Serving:
         with self.streams.filling(done), torch.inference_mode():
             if run is not None and self.model is not None:
                 wanted = self.settings(tenant)
-                if outlook.cut and wanted.selector == "query":
-                    # The question isn't part of what is blended.
-                    wanted = replace(wanted, selector="deviation", options={})
+                if outlook.cut:
+                    wanted = without_question(wanted)
                 how = describe(wanted)
                 self.model.hold(held)
                 ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)
@@ -281,12 +281,8 @@ class Serving:
         log.info("blendstore: %s", served.line())
 
     def _rows(self, run: BlendPlan, tenant: Tenant) -> float:
-        return rows(run, self.settings(tenant).ratios[-1], whole_layers=self._whole_layers(tenant))
-
-    def _whole_layers(self, tenant: Tenant) -> float:
-        """Share of the layers that all reused tokens go through."""
         wanted = self.settings(tenant)
-        return max(wanted.check_layers) / self.geometry.layers if wanted.selector in ("deviation", "hybrid") else 0.0
+        return rows(run, wanted.ratios[-1], whole_layers=whole_layers(wanted, self.geometry.layers))
 
     def _not_stored(self, error: Exception) -> None:
         self.metrics.event("store_error")

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Dyna
 
 from blendstore._core import Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry, pin, warm_up
-from blendstore.blend.drift import DriftSettings
 from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
@@ -28,7 +27,8 @@ from blendstore.identity import namespace
 from blendstore.options import RequestOptions
 from blendstore.pipeline import Pipeline, Prepared, Tokens
 from blendstore.plan import SpanKind
-from blendstore.segments import SeparatorSegmenter, derive_separator_ids
+from blendstore.segments import SeparatorSegmenter
+from blendstore.serving import settings
 
 from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, steady_length
 from .weights import identity
@@ -106,9 +106,7 @@ class Engine:
         made = identity(model, self.geometry)
         separators = None
         if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:
-            bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-            separators = SeparatorSegmenter(derive_separator_ids(tokenizer, config.blend_special_str), bos)
-
+            separators = SeparatorSegmenter.of_tokenizer(tokenizer, config.blend_special_str)
         self.pipeline = Pipeline(
             self.store,
             config,
@@ -280,16 +278,7 @@ class Engine:
 
     def settings(self, options: RequestOptions) -> BlendSettings:
         """The blend settings of one request."""
-        wanted = options.resolved(self.config)
-        return BlendSettings(
-            selector=wanted.selector or self.config.blend_selector,
-            ratios=options.ratios(self.config),
-            check_layers=self.config.blend_check_layers,
-            thresholds=self.config.blend_thresholds,
-            options=dict(wanted.selector_options or {}),
-            drift=DriftSettings() if self.config.blend_drift_correction else None,
-            layerwise=self.config.use_layerwise,
-        )
+        return settings(self.config, options)
 
     @torch.inference_mode()
     def _restored(self, prepared: Prepared, records: LeaseRecords, held: DynamicCache | None) -> DynamicCache:

@@ -251,16 +251,12 @@ def plain_geometry(loaded: PreTrainedModel) -> Geometry:
             "0 or its tokens see later ones; serve it without blendstore"
         )
     _, kv_heads, head_dim = shapes[0][0]
-    layers = len(shapes)
-    return Geometry(
-        layers=layers,
-        heads=kv_heads,
+    return Geometry.plain(
+        layers=len(shapes),
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=layers_of(cache)[0][0].dtype,
         device=parameter.device,
-        rotary=(None,) * layers,
-        windows=(None,) * layers,
     )
 
 

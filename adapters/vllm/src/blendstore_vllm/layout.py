@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .refusal import Refused
+from blendstore.startup import Refused
 
 _DIGIT = 64  # exact in every dtype that a cache may have
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)

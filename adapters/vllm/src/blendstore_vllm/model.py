@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
 from blendstore.blend import Attend, Geometry
+from blendstore.decoders import decoder_of, refuse_unknown_arguments
+from blendstore.startup import Refused
 
 from .layout import PagedKV
-from .refusal import Refused
 from .rotary import rotary_tables
 from .versions import attention_context
 
@@ -49,7 +50,7 @@ class VLLMModel:
         self.attentions = [_attention(index, layer) for index, layer in enumerate(self._layers)]
         self._signature = inspect.signature(self._layers[0].forward)
         for layer in self._layers:
-            _refuse_unknown_arguments(layer)
+            refuse_unknown_arguments(layer, _OWN)
         first = self.attentions[0]
         shapes = {(a.num_heads, a.num_kv_heads, a.head_size) for a in self.attentions}
         if len(shapes) != 1:
@@ -131,17 +132,6 @@ class VLLMModel:
         return hidden
 
 
-def decoder_of(model: Any) -> Any:
-    """The module that holds the embeddings and the layers."""
-    for path in ("model", "language_model.model", "language_model"):
-        found = model
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if hasattr(found, "layers") and hasattr(found, "embed_tokens"):
-            return found
-    raise Refused(f"{type(model).__name__} has no decoder with embed_tokens and layers")
-
-
 @contextmanager
 def _routed(attention: Any, attend: Attend) -> Iterator[None]:
     """Within, ``attention`` hands q, k, v to the runner and writes nothing."""
@@ -186,10 +176,3 @@ def _attention(index: int, layer: Any) -> Any:
         if wrong:
             raise Refused(f"layer {index}: {what}")
     return attention
-
-
-def _refuse_unknown_arguments(layer: Any) -> None:
-    for name, parameter in inspect.signature(layer.forward).parameters.items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and name not in _OWN:
-            raise Refused(f"{type(layer).__name__} needs {name!r}, which blending doesn't know")

@@ -28,7 +28,7 @@ from blendstore.options import RequestOptions
 from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import BlendPlan, SpanKind
 from blendstore.segments import SeparatorSegmenter
-from blendstore.serving import Served, describe, salted, settings
+from blendstore.serving import Served, describe, salted, settings, whole_layers, without_question
 
 from .layout import PagedKV
 from .messages import Ask, Found, Keep, Load
@@ -193,15 +193,12 @@ class Serving:
         return Outlook(prepared, run, max(target, ask.held), whole.context - run.context)
 
     def _fitting(self, run: BlendPlan, ask: Ask) -> int:
-        return self.budget.fit(run, self._settings(ask).ratios[-1], whole_layers=self._whole_layers(ask))
+        wanted = self._settings(ask)
+        return self.budget.fit(run, wanted.ratios[-1], whole_layers=whole_layers(wanted, self.geometry.layers))
 
     def _rows(self, run: BlendPlan, ask: Ask) -> float:
-        return rows(run, self._settings(ask).ratios[-1], whole_layers=self._whole_layers(ask))
-
-    def _whole_layers(self, ask: Ask) -> float:
-        """Share of the layers that all reused tokens go through."""
         wanted = self._settings(ask)
-        return max(wanted.check_layers) / self.geometry.layers if wanted.selector in ("deviation", "hybrid") else 0.0
+        return rows(run, wanted.ratios[-1], whole_layers=whole_layers(wanted, self.geometry.layers))
 
     @torch.inference_mode()
     def _fill(self, outlook: Outlook, ask: Ask, slots: Tensor) -> None:
@@ -211,9 +208,8 @@ class Serving:
         records = LeaseRecords(self.geometry, prepared.where)
         if run is not None and self.model is not None:
             wanted = self._settings(ask)
-            if run.ntokens < len(prepared.tokens) and wanted.selector == "query":
-                # The question isn't part of what is blended.
-                wanted = replace(wanted, selector="deviation", options={})
+            if run.ntokens < len(prepared.tokens):
+                wanted = without_question(wanted)
             how = describe(wanted)
             self.model.hold(slots[: plan.prefix])
             ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from vllm.config import VllmConfig
 
 from blendstore import Store
 from blendstore.blend import Geometry
 from blendstore.blend.selectors import SelectorSettings, make_selector
-from blendstore.blend.selftest import GeometryError, Proof, run_fresh
+from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config, ConfigError
-from blendstore.identity import ModelIdentity, weights_digest
+from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
-from blendstore.segments import SegmentationError, SeparatorSegmenter, derive_separator_ids
+from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
 
 from .layout import PagedKV
 from .model import VLLMModel
 from .proof import prove
-from .refusal import Refused
 from .serve import Serving
 from .versions import check_version
 
@@ -73,7 +67,11 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             model, refusal = None, str(error)
             log.warning("blending is refused for %s, plain caching stays on: %s", type(engine).__name__, refusal)
     kv = model.kv if model is not None else PagedKV(_attentions(vllm_config, caches))
-    geometry = model.geometry if model is not None else _plain_geometry(kv, len(caches))
+    geometry = (
+        model.geometry
+        if model is not None
+        else Geometry.plain(layers=len(caches), kv_heads=kv.heads, head_dim=kv.dim, dtype=kv.dtype, device=kv.device)
+    )
     model_config = vllm_config.model_config
     serving = Serving(
         config=config,
@@ -85,37 +83,27 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy
         ),
         identity=ModelIdentity(
-            weights_digest=_weights(vllm_config) + _loaded(engine),
+            weights_digest=files_digest(
+                model_config.model, revision=model_config.revision, dummy=vllm_config.load_config.load_format == "dummy"
+            )
+            + loaded_digest(engine),
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
             head_dim=geometry.head_dim,
             dtype=str(geometry.dtype).removeprefix("torch."),
             rotary_digest=repr(model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
         ),
-        separators=_separators(model_config, config) if model is not None else None,
+        separators=separators(config, model_config.tokenizer, trust_remote_code=model_config.trust_remote_code)
+        if model is not None
+        else None,
         metrics=metrics,
     )
-    if model is not None:
-        _calibrate(serving, model)
-    log.info("blendstore: %s", describe(config, geometry, proof, refusal, type(engine).__name__))
+    if model is not None and config.blend_budget_ms:
+        calibrate(serving.budget, model)
+    log.info("blendstore: %s", announcement(config, geometry, proof, refusal, type(engine).__name__))
     for line in config.describe().splitlines():
         log.debug("%s", line)
     return serving
-
-
-def describe(config: Config, geometry: Geometry, proof: Proof | None, refusal: str, name: str) -> str:
-    """One line: what will be done with this model, or why not."""
-    shape = f"{name}: {geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_dim}, {geometry.dtype}"
-    memory = f"{config.max_local_cpu_size:g} GiB of memory ({config.cache_policy})"
-    if not config.enable_blending:
-        return f"plain caching in {memory}, {shape}"
-    if proof is None:
-        return f"plain caching in {memory}, blending refused: {refusal}; {shape}"
-    return (
-        f"blending by {config.blend_selector} at {', '.join(f'{r:g}' for r in config.blend_recompute_ratios)}, "
-        f"documents by {config.segmenter}, {memory}, at most {config.blend_budget_ms:g} ms a blend; {shape}; "
-        f"geometry proven (KV {proof.runner_error:.1e}, rotation {proof.rotation_error:.1e})"
-    )
 
 
 def _refuse_server(vllm_config: VllmConfig, runner: Any) -> None:
@@ -136,79 +124,3 @@ def _attentions(vllm_config: VllmConfig, caches: Mapping[str, Any]) -> list[Any]
     """The modules that the registered caches belong to, in the order of the layers."""
     known: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     return [known[name] for name in caches]
-
-
-def _plain_geometry(kv: PagedKV, layers: int) -> Geometry:
-    """Of a model that isn't blended: what plain caching needs, rotary and windows left out."""
-    return Geometry(
-        layers=layers,
-        heads=kv.heads,
-        kv_heads=kv.heads,
-        head_dim=kv.dim,
-        dtype=kv.dtype,
-        device=kv.device,
-        rotary=(None,) * layers,
-        windows=(None,) * layers,
-    )
-
-
-def _weights(vllm_config: VllmConfig) -> bytes:
-    """Of the files at the model's path; dummy weights are equal for equal configurations and seeds."""
-    model = vllm_config.model_config
-    path = Path(model.model)
-    if vllm_config.load_config.load_format == "dummy":
-        config = path / "config.json"
-        return b"dummy:" + (config.read_bytes() if config.is_file() else model.model.encode())
-    if not path.exists():
-        from huggingface_hub import snapshot_download
-
-        path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    return weights_digest(path)
-
-
-@torch.inference_mode()
-def _loaded(model: Any) -> bytes:
-    """32 bytes over up to 1,024 evenly spaced elements of every parameter in memory."""
-    samples = []
-    for _, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        if flat.numel():
-            samples.append(flat[:: -(-flat.numel() // 1024)].float())
-    everything = torch.cat(samples).cpu().numpy() if samples else np.zeros(0, np.float32)
-    return hashlib.blake2b(everything.tobytes(), digest_size=32).digest()
-
-
-def _calibrate(serving: Serving, model: VLLMModel) -> None:
-    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here."""
-    if not serving.config.blend_budget_ms:
-        return
-    device = model.geometry.device
-    measured = []
-    for count in (64, 1024) if device.type == "cuda" else (16, 128):
-        ids = torch.full((count,), 7, dtype=torch.int64, device=device)
-        for _ in range(2):
-            begin = time.perf_counter()
-            run_fresh(model, ids)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            spent = (time.perf_counter() - begin) * 1e3
-        measured.append((float(count), spent))
-    serving.budget.calibrate(*measured)
-
-
-def _separators(model_config: Any, config: Config) -> SeparatorSegmenter | None:
-    if config.segmenter not in ("auto", "separator"):
-        return None
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            model_config.tokenizer, trust_remote_code=model_config.trust_remote_code
-        )
-        bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-        return SeparatorSegmenter(derive_separator_ids(tokenizer, config.blend_special_str), bos)
-    except (SegmentationError, OSError, ValueError) as error:
-        if config.segmenter == "separator":
-            raise
-        log.warning("documents are found by the matcher alone: %s", error)
-        return None

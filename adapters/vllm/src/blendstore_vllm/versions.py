@@ -10,7 +10,7 @@ import vllm
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
-from .refusal import Refused
+from blendstore.startup import Refused
 
 SUPPORTED = ("0.32",)
 

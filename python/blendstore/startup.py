@@ -1,0 +1,103 @@
+"""What adapters of serving engines do alike when they start: identity of the weights, separators, the budget, one line.
+
+Needs torch (the blend core), and knows no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .blend import EngineModel, Geometry
+from .blend.selftest import Proof, run_fresh
+from .budget import Budget
+from .config import Config
+from .identity import weights_digest
+from .segments import SegmentationError, SeparatorSegmenter
+
+log = logging.getLogger("blendstore.startup")
+
+
+class Refused(RuntimeError):
+    """Blending, or blendstore as a whole, is refused for this model or server; the message says why."""
+
+
+def announcement(config: Config, geometry: Geometry, proof: Proof | None, refusal: str, name: str) -> str:
+    """One line: what will be done with the model ``name``, or why not."""
+    shape = f"{name}: {geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_dim}, {geometry.dtype}"
+    memory = f"{config.max_local_cpu_size:g} GiB of memory ({config.cache_policy})"
+    if not config.enable_blending:
+        return f"plain caching in {memory}, {shape}"
+    if proof is None:
+        return f"plain caching in {memory}, blending refused: {refusal}; {shape}"
+    return (
+        f"blending by {config.blend_selector} at {', '.join(f'{r:g}' for r in config.blend_recompute_ratios)}, "
+        f"documents by {config.segmenter}, {memory}, at most {config.blend_budget_ms:g} ms a blend; {shape}; "
+        f"geometry proven (KV {proof.runner_error:.1e}, rotation {proof.rotation_error:.1e})"
+    )
+
+
+def files_digest(model: str, *, revision: str | None, dummy: bool) -> bytes:
+    """Of the weight files at the path or hub name ``model``; ``dummy`` weights are equal for equal configurations."""
+    path = Path(model)
+    if dummy:
+        config = path / "config.json"
+        return b"dummy:" + (config.read_bytes() if config.is_file() else model.encode())
+    if not path.exists():
+        from huggingface_hub import snapshot_download
+
+        path = Path(snapshot_download(model, revision=revision, local_files_only=True))
+    return weights_digest(path)
+
+
+@torch.inference_mode()
+def loaded_digest(model: Any) -> bytes:
+    """32 bytes over up to 1,024 evenly spaced elements of every parameter in memory: weights that were updated in place
+    are told from those of the files."""
+    samples = []
+    for _, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        if flat.numel():
+            samples.append(flat[:: -(-flat.numel() // 1024)].float())
+    everything = torch.cat(samples).cpu().numpy() if samples else np.zeros(0, np.float32)
+    return hashlib.blake2b(everything.tobytes(), digest_size=32).digest()
+
+
+def calibrate(budget: Budget, model: EngineModel) -> None:
+    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here."""
+    device = model.geometry.device
+    measured = []
+    for count in (64, 1024) if device.type == "cuda" else (16, 128):
+        ids = torch.full((count,), 7, dtype=torch.int64, device=device)
+        for _ in range(2):
+            begin = time.perf_counter()
+            run_fresh(model, ids)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent = (time.perf_counter() - begin) * 1e3
+        measured.append((float(count), spent))
+    budget.calibrate(*measured)
+
+
+def separators(config: Config, tokenizer: str, *, trust_remote_code: bool) -> SeparatorSegmenter | None:
+    """The segmenter by separators for the tokenizer at that path, or None where the matcher finds documents alone.
+
+    Raises what is wrong with the separator when the configuration asks for separators by name."""
+    if config.segmenter not in ("auto", "separator"):
+        return None
+    try:
+        from transformers import AutoTokenizer
+
+        loaded: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+        return SeparatorSegmenter.of_tokenizer(loaded, config.blend_special_str)
+    except (SegmentationError, OSError, ValueError) as error:
+        if config.segmenter == "separator":
+            raise
+        log.warning("documents are found by the matcher alone: %s", error)
+        return None
