@@ -121,23 +121,7 @@ impl Lease {
         if self.pin(index)? == MISS {
             return Ok(None);
         }
-        let hold = self.hold(index)?;
-        let (store, slot) = (&self.store, hold.slot);
-        let (hot, cold) = (store.chunks.hot(slot), store.chunks.cold(slot));
-        let labels = cold.labels();
-        let layout = Layout::of(&store.chunks, slot);
-        Ok(Some(Meta {
-            key: hot.key(),
-            source_position: cold.source_position.load(Relaxed) as usize,
-            ntokens: hot.ntokens.load(Relaxed) as usize,
-            provenance: labels.provenance,
-            rank: labels.rank,
-            context: hold.bytes(&layout.context).try_into().expect("32 bytes"),
-            behind: hold.bytes(&layout.behind).as_chunks().0.to_vec(),
-            behind_tokens: cold.behind_tokens.load(Relaxed) as usize,
-            nbytes: hot.nbytes(),
-            segment_offset: cold.segment_offset.load(Relaxed) as usize,
-        }))
+        Ok(Some(self.hold(index)?.meta()))
     }
 
     /// A hit's KV payload.
@@ -268,8 +252,38 @@ impl Hold {
         }
     }
 
+    /// What a published record says about itself.
+    pub(crate) fn meta(&self) -> Meta {
+        let (hot, cold) = (
+            self.store.chunks.hot(self.slot),
+            self.store.chunks.cold(self.slot),
+        );
+        let labels = cold.labels();
+        let layout = self.layout();
+        Meta {
+            key: hot.key(),
+            source_position: cold.source_position.load(Relaxed) as usize,
+            ntokens: hot.ntokens.load(Relaxed) as usize,
+            provenance: labels.provenance,
+            rank: labels.rank,
+            context: self.bytes(&layout.context).try_into().expect("32 bytes"),
+            behind: self.bytes(&layout.behind).as_chunks().0.to_vec(),
+            behind_tokens: cold.behind_tokens.load(Relaxed) as usize,
+            nbytes: hot.nbytes(),
+            segment_offset: cold.segment_offset.load(Relaxed) as usize,
+        }
+    }
+
+    pub(crate) fn layout(&self) -> Layout {
+        Layout::of(&self.store.chunks, self.slot)
+    }
+
+    pub(crate) fn store(&self) -> &Shared {
+        &self.store
+    }
+
     /// Part of a published record.
-    fn bytes(&self, part: &Range<usize>) -> &[u8] {
+    pub(crate) fn bytes(&self, part: &Range<usize>) -> &[u8] {
         let start = record::part(&self.store.arena, &self.store.chunks, self.slot, part);
         // SAFETY: held, and published before the lease that led here was made; published bytes don't change.
         unsafe { std::slice::from_raw_parts(start, part.len()) }

@@ -19,6 +19,7 @@
 //! # Ok::<(), blendstore_core::Error>(())
 //! ```
 
+mod admission;
 mod arena;
 mod chunk;
 mod error;
@@ -33,11 +34,13 @@ mod matcher;
 mod namespace;
 mod record;
 mod reservation;
+mod resident;
 mod stats;
 mod store;
 mod sync;
 mod word;
 
+pub use admission::{Admission, Admitted, Facts, Shape};
 pub use error::{Error, Result};
 pub use events::{Event, EventKind};
 pub use eviction::PolicyKind;
@@ -46,5 +49,6 @@ pub use lease::{Lease, Meta, View};
 pub use matcher::{Known, Match, Matcher, Resolver};
 pub use namespace::Namespace;
 pub use reservation::{Request, Reservation, ViewMut};
+pub use resident::Record;
 pub use stats::Stats;
 pub use store::{Options, Store};

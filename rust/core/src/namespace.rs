@@ -18,6 +18,7 @@ use crate::key::{HEAD_ROOT, Key, SEGMENT_ROOT};
 const NAMESPACE_CONTEXT: &str = "blendstore 2026 namespace v1";
 const CHAIN_CONTEXT: &str = "blendstore 2026 chain key v1";
 const PREFIX_CONTEXT: &str = "blendstore 2026 context key v1";
+const NAME_CONTEXT: &str = "blendstore 2026 namespace name v1";
 
 /// Bytes of one BLAKE3 block and of one BLAKE3 chunk (its leaf, not ours).
 const BLOCK: usize = 64;
@@ -50,7 +51,11 @@ impl Namespace {
             frame(name.as_ref().as_bytes());
             frame(value.as_ref());
         }
-        let digest = *hasher.finalize().as_bytes();
+        Self::from_digest(*hasher.finalize().as_bytes())
+    }
+
+    /// The namespace with that digest.
+    pub fn from_digest(digest: [u8; 32]) -> Self {
         Self {
             digest,
             chain_key: blake3::derive_key(CHAIN_CONTEXT, &digest),
@@ -58,9 +63,14 @@ impl Namespace {
         }
     }
 
-    /// 32 bytes that name it.
+    /// 32 bytes that tell it from all others, and from which every key is derived: a secret where the salt is one.
     pub fn digest(&self) -> &[u8; 32] {
         &self.digest
+    }
+
+    /// What it is called outside of this process: derived from the digest, of which it tells nothing.
+    pub fn name(&self) -> Key {
+        blake3::derive_key(NAME_CONTEXT, &self.digest)
     }
 
     /// Content id of one chunk.

@@ -1,7 +1,7 @@
 //! What lies where in a record: the KV payload first, then what is kept with it.
 //!
 //! ```text
-//! payload (ntokens × bytes_per_token) | pad to 4 | tokens u32 × n | scores f32 × n, if any | namespace 32 | context 32 | behind 32 × m
+//! payload (ntokens × bytes_per_token) | pad to 4 | tokens u32 × n | scores f32 × n, if any | namespace 32 | context 32 | parent 32 | behind 32 × m
 //! ```
 
 use std::ops::Range;
@@ -20,6 +20,8 @@ pub(crate) struct Layout {
     /// Digest of the namespace, so that readers can tell it without the ledger.
     pub namespace: Range<usize>,
     pub context: Range<usize>,
+    /// Key of the chunk before it, or a root.
+    pub parent: Range<usize>,
     pub behind: Range<usize>,
 }
 
@@ -40,13 +42,15 @@ impl Layout {
                 .checked_add(if scores { ntokens * 4 } else { 0 })?;
         let namespace = scores.end..scores.end.checked_add(32)?;
         let context = namespace.end..namespace.end.checked_add(32)?;
-        let behind = context.end..context.end.checked_add(nbehind.checked_mul(32)?)?;
+        let parent = context.end..context.end.checked_add(32)?;
+        let behind = parent.end..parent.end.checked_add(nbehind.checked_mul(32)?)?;
         Some(Self {
             payload,
             tokens,
             scores,
             namespace,
             context,
+            parent,
             behind,
         })
     }
@@ -104,6 +108,7 @@ pub(crate) struct Tail<'a> {
     pub tokens: &'a [u32],
     pub namespace: &'a [u8; 32],
     pub context: &'a Key,
+    pub parent: &'a Key,
     pub behind: &'a [Key],
 }
 
@@ -132,6 +137,11 @@ pub(crate) unsafe fn write_tail(arena: &Arena, chunks: &Chunks, slot: u32, tail:
             tail.context.as_ptr(),
             to(&layout.context),
             layout.context.len(),
+        );
+        std::ptr::copy_nonoverlapping(
+            tail.parent.as_ptr(),
+            to(&layout.parent),
+            layout.parent.len(),
         );
         std::ptr::copy_nonoverlapping(
             tail.behind.as_ptr().cast(),

@@ -11,6 +11,7 @@ use crate::lease::{Hold, Pin};
 use crate::ledger::Ledger;
 use crate::namespace::Namespace;
 use crate::record::{self, Layout, Tail};
+use crate::resident::Record;
 use crate::stats::Read;
 use crate::store::Shared;
 use crate::word::Reserved;
@@ -135,7 +136,7 @@ struct Pending {
 }
 
 /// What is to be had for one chunk.
-enum Room {
+pub(crate) enum Room {
     Taken(u32, Reserved),
     Resident(Pin),
     BeingWritten,
@@ -235,6 +236,9 @@ pub(crate) fn reserve(
             tokens: chunk,
             namespace: namespace.digest(),
             context,
+            parent: index
+                .checked_sub(1)
+                .map_or(&first_parent, |before| &keys[before]),
             behind: request.behind,
         };
         // SAFETY: just reserved by us, its fields filled in.
@@ -256,7 +260,7 @@ pub(crate) fn reserve(
 }
 
 /// Room for one chunk, waiting for it until `deadline`. The lock is free while it waits.
-fn find_room<'a>(
+pub(crate) fn find_room<'a>(
     store: &'a Shared,
     mut ledger: MutexGuard<'a, Ledger>,
     key: &Key,
@@ -457,6 +461,7 @@ impl Reservation {
         let store = &self.store;
         let mut ledger = store.ledger();
         let mut published = 0;
+        let mut observed = Vec::new();
         for (index, chunk) in chunks.into_iter().enumerate() {
             let Some((slot, reserved)) = chunk else {
                 continue;
@@ -465,9 +470,14 @@ impl Reservation {
                 let parent = index
                     .checked_sub(1)
                     .map_or(&self.first_parent, |before| &self.keys[before]);
+                let generation = reserved.generation();
                 let complete = reserved.complete(store.chunks.word(slot));
-                published +=
-                    usize::from(ledger.publish(store, slot, complete, &self.namespace, parent));
+                if ledger.publish(store, slot, complete, &self.namespace, parent) {
+                    published += 1;
+                    if store.observer.is_set() {
+                        observed.extend(Hold::new(store, Pin { slot, generation }).map(Record::of));
+                    }
+                }
             } else {
                 ledger.abort(store, slot, reserved);
             }
@@ -476,6 +486,7 @@ impl Reservation {
         drop(ledger);
         drop(held);
         store.returns.wake();
+        store.observer.call(observed);
         published
     }
 

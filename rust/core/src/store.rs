@@ -3,6 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::admission::{self, Admitted, Shape};
 use crate::arena::{Arena, UNIT};
 use crate::chunk::{Chunks, NIL};
 use crate::error::{Error, Result};
@@ -16,6 +17,7 @@ use crate::matcher::{Known, Match, Matcher, Resolver};
 use crate::namespace::Namespace;
 use crate::record;
 use crate::reservation::{self, Request, Reservation};
+use crate::resident::{Observer, Record};
 use crate::stats::{Read, ReadCounters, Stats};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -25,7 +27,7 @@ const MAX_CHILDREN: usize = 64;
 /// How a store is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Bytes of the arena. A record takes its KV payload, 4 bytes a token (8 with scores) and 64 bytes, rounded up to 512.
+    /// Bytes of the arena. A record takes its KV payload, 4 bytes a token (8 with scores) and 96 bytes, rounded up to 512.
     pub capacity_bytes: usize,
     /// Tokens of a full chunk.
     pub chunk_size: usize,
@@ -104,6 +106,7 @@ pub(crate) struct Shared {
     pub matcher: Matcher,
     pub reads: ReadCounters,
     pub returns: Returns,
+    pub observer: Observer,
     ledger: Mutex<Ledger>,
     events: Mutex<Events>,
     opened: Instant,
@@ -123,6 +126,7 @@ impl Store {
             matcher: Matcher::new(max_chunks, options.chunk_size)?,
             reads: ReadCounters::default(),
             returns: Returns::default(),
+            observer: Observer::default(),
             ledger: Mutex::new(Ledger::new(options.capacity_bytes, policy)),
             events: Mutex::new(Events::new(options.events_capacity)),
             opened: Instant::now(),
@@ -199,6 +203,23 @@ impl Store {
         request: &Request<'_>,
     ) -> Result<Reservation> {
         reservation::reserve(&self.shared, namespace, tokens, request)
+    }
+
+    /// Room for one record whose key is known and whose content is on its way from elsewhere. Evicts and waits as
+    /// [`Store::reserve`] does.
+    pub fn admit(&self, namespace: &Namespace, key: &Key, shape: &Shape) -> Admitted {
+        admission::admit(&self.shared, namespace, key, shape)
+    }
+
+    /// The resident record of a key, kept for as long as the result lives. Counts as no lookup and no use.
+    pub fn record(&self, key: &Key) -> Option<Record> {
+        Record::find(&self.shared, key)
+    }
+
+    /// Has `observe` called with the records of every commit, on the thread that commits, after they are published. Once in
+    /// the life of a store; false when somebody observes already.
+    pub fn observe(&self, observe: impl Fn(Vec<Record>) + Send + Sync + 'static) -> bool {
+        self.shared.observer.set(observe)
     }
 
     /// Every occurrence of known chunks at any offset, left to right without overlap; see [`Matcher::find`].
