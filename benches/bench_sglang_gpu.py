@@ -2,14 +2,16 @@
 
 Prompts are token ids: a system part, documents behind separators, a question. One server answers them all; requests
 ask for no reuse, K deviation at 0.15 or the default selector at 0.10. The engine's own prefix cache is emptied before
-each, so that every document comes from the store's memory or is computed. Afterwards one prompt is computed by SGLang
-and blended at ratio 1.0, and the KV is compared layer by layer; and a server without blendstore answers prompts that
-share nothing, for the overhead.
+each, so that every document comes from the store's memory or is computed. Where the time goes is told by stamps in the
+scheduler. Then one prompt is computed by SGLang, blended at ratio 1.0, and for comparison at 0.15 and 0, each time into
+slots whose former content was overwritten with NaN, and the KV is compared layer by layer. A second server without
+blendstore runs beside the first: both answer prompts that share nothing, taking turns, for the overhead.
 
     python benches/bench_sglang_gpu.py --json out/bench-sglang.json          # H100/H200, SGLang 0.5.14, bf16, 8B shape
     python benches/bench_sglang_gpu.py --shape tiny --device cpu --document-length 200 --rounds 2   # dry run
 
-Weights are random (``load_format=dummy``): times and KV do not depend on them, answers do.
+Weights are random. The engine's own (``load_format=dummy``) are so small that no token's KV depends on another token:
+they are drawn again, so that every layer moves the residual and attention picks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -53,10 +59,10 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="bench-sglang-") as folder:
         measured = run(args, Path(folder))
-    print(json.dumps(measured, indent=1))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
+    report(measured)
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -66,30 +72,36 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     os.environ.setdefault("BLENDSTORE_MAX_LOCAL_CPU_SIZE", str(args.store_gib))
     os.environ.setdefault("BLENDSTORE_BLEND_BUDGET_MS", "0")
     plug_in(folder / "site")
-    prompts = Prompts(args)
+    prompts, log = Prompts(args), Log(folder / "log.jsonl")
     measured: dict[str, Any] = {
         "shape": args.shape,
         "document_length": args.document_length,
         "documents": args.documents,
     }
-    engine = start(args, folder / "model", "blendstore-bench")
+    engines = [start(args, folder / "model", "blendstore-bench", 30000)]
     try:
-        measured["query"] = measure_queries(engine, prompts, args)
-        measured["kv"] = compare_kv(engine, prompts, folder / "log.jsonl")
-        blend = measure_nothing_shared(engine, prompts, args)
+        if args.plain:
+            engines.append(start(args, folder / "model", "plain-bench", 31000))
+        measured["query"] = measure_queries(engines[0], prompts, args, log)
+        measured["kv"] = compare_kv(engines[0], prompts, log)
+        measured["synchronisations"] = find_waits(engines[0], prompts, log)
+        if args.plain:
+            measured["nothing shared"] = measure_nothing_shared(engines, prompts, args)
     finally:
-        engine.shutdown()
-    if args.plain:
-        engine = start(args, folder / "model", None)
-        try:
-            plain = measure_nothing_shared(engine, prompts, args)
-        finally:
-            engine.shutdown()
-        measured["nothing shared"] = {
-            name: {"plain_ms": plain[name], "blendstore_ms": blend[name], "ratio": blend[name] / plain[name]}
-            for name in plain
-        }
+        engines[0].shutdown()  # ends every child of this process
     return measured
+
+
+class Log:
+    """What the scheduler of the blending server wrote down."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self, what: str) -> dict[str, dict[str, Any]]:
+        """The last row of that kind of each request."""
+        rows = [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.is_file() else []
+        return {row["request"]: row for row in rows if row["what"] == what}
 
 
 class Prompts:
@@ -122,53 +134,147 @@ class Prompts:
         return self.of([self.new(self._length) for _ in range(self._each)])
 
 
-def measure_queries(engine: Any, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+def measure_queries(engine: Any, prompts: Prompts, args: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Warm every document up, then the same number of prompts in every way, taking turns."""
     warm = [ask(engine, prompts.of([document]))[0] for document in prompts.known]
-    ways: dict[str, list[float]] = {"no reuse": [], **{name: [] for name in HOW}}
+    ways: dict[str, list[tuple[str, float, float]]] = {"no reuse": [], **{name: [] for name in HOW}}
     cached: dict[str, int] = {}
     for number in range(args.rounds + 2):  # the first two are not counted: kernels are compiled, clocks rise
         for name, options in (("no reuse", NO_REUSE), *HOW.items()):
             prompt = prompts.unknown() if options is NO_REUSE else prompts.query()
             flush(engine)  # every document comes from the store's memory
-            spent, cached[name] = ask(engine, prompt, options)
+            request, begin = f"{name} #{number}", time.perf_counter()
+            spent, cached[name] = ask(engine, prompt, options, request=request)
             if number >= 2:
-                ways[name].append(spent)
+                ways[name].append((request, begin, spent))
     out: dict[str, Any] = {"warm_up_ms": statistics.median(warm), "prompt_tokens": len(prompts.query())}
-    base = statistics.median(ways["no reuse"])
-    for name, times in ways.items():
+    flush(engine)  # and what was blended last is told
+    base = statistics.median(spent for _, _, spent in ways["no reuse"])
+    for name, asked in ways.items():
+        times = [spent for _, _, spent in asked]
         out[name] = {
             "ttft_ms": statistics.median(times),
             "min_ms": min(times),
             "max_ms": max(times),
             "speedup": base / statistics.median(times),
             "cached_tokens": cached[name],
+            "parts_ms": parts(asked, log),
         }
-        print(f"{name:>16}: {statistics.median(times):8.1f} ms  {base / statistics.median(times):5.2f}x", flush=True)
     return out
 
 
-def compare_kv(engine: Any, prompts: Prompts, log: Path) -> dict[str, Any]:
-    """One prompt computed by SGLang and blended at ratio 1.0: the largest relative difference per layer."""
+def parts(asked: list[tuple[str, float, float]], log: Log) -> dict[str, float]:
+    """Medians of where the time went; ``blend on the device`` runs beside the host's parts."""
+    stamps, blends = log.rows("stamps"), log.rows("served")
+    told: dict[str, list[float]] = {}
+    for request, begin, spent in asked:
+        if request not in stamps:
+            continue
+        at = stamps[request]["at"]
+        answered = begin + spent / 1e3
+        edges = [("until matched", begin, at["match"])]
+        if "load" in at:
+            edges += [
+                ("match to load", at["match"], at["load"]),
+                ("load, before fill", at["load"], at["fill"]),
+                ("fill on the host", at["fill"], at["filled"]),
+                ("load, after fill", at["filled"], at["loaded"]),
+                ("load to complete", at["loaded"], at["complete"]),
+            ]
+        else:
+            edges.append(("match to complete", at["match"], at["complete"]))
+        edges += [("complete", at["complete"], at["completed"]), ("answer", at["completed"], answered)]
+        for name, first, last in edges:
+            told.setdefault(name, []).append((last - first) * 1e3)
+        if request in blends:
+            told.setdefault("blend on the device", []).append(blends[request]["milliseconds"])
+    return {name: statistics.median(values) for name, values in told.items()}
+
+
+def compare_kv(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
+    """One prompt computed by SGLang, and blended in several ways: differences per layer."""
     prompt = prompts.query()
-    ask(engine, prompt, NO_REUSE, request="check-own")
-    flush(engine)  # or the engine's own prefix cache would answer the second one
-    ask(engine, prompt, {"ratio": 1.0, "store": False}, request="check-blend")
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
-    return {row.pop("what"): row for row in rows}
+    flush(engine)
+    ask(engine, prompt, NO_REUSE, request="check own")
+    ways = {"1.0": {"ratio": 1.0}, "0.15": {"ratio": 0.15}, "0": {"selector": "none", "ratio": 0.0}}
+    for name, options in ways.items():
+        flush(engine)  # or the engine's own prefix cache would answer
+        ask(engine, prompt, {**options, "store": False}, request=f"check {name}")
+    flush(engine)
+    compared, served, memory = log.rows("kv"), log.rows("served"), log.rows("memory")
+    return {
+        name: {
+            **compared.get(f"check {name}", {}),
+            "served": served.get(f"check {name}"),
+            **memory.get(f"check {name}", {}),
+        }
+        for name in ways
+    }
 
 
-def measure_nothing_shared(engine: Any, prompts: Prompts, args: argparse.Namespace) -> dict[str, float]:
-    """Median time to the first token, and of each further one, of new prompts asked one by one."""
-    first, each = [], []
+def find_waits(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
+    """Places that make the host wait for the device during a blend of each kind."""
+    for name, options in HOW.items():
+        flush(engine)
+        ask(engine, prompts.query(), options, request=f"waits {name}")
+    return {name: log.rows("waits").get(f"waits {name}", {}).get("places") for name in HOW}
+
+
+def measure_nothing_shared(engines: list[Any], prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+    """Time to the first token, and of each further one, of new prompts asked one by one: pairs of the two servers."""
+    first: list[list[float]] = [[], []]
+    each: list[list[float]] = [[], []]
     for number in range(args.rounds + 2):
-        prompt = prompts.unknown()
-        one, _ = ask(engine, prompt)
-        many, _ = ask(engine, prompts.unknown(), tokens=65)
-        if number >= 2:
-            first.append(one)
-            each.append((many - one) / 64)
-    return {"ttft": statistics.median(first), "token": statistics.median(each)}
+        if number >= 5 and time.perf_counter() - args.begun > args.seconds:
+            break
+        for which in (0, 1) if number % 2 else (1, 0):
+            one, _ = ask(engines[which], prompts.unknown())
+            many, _ = ask(engines[which], prompts.unknown(), tokens=65)
+            if number >= 2:
+                first[which].append(one)
+                each[which].append((many - one) / 64)
+    out: dict[str, Any] = {"pairs": len(first[0])}
+    for name, (blend, plain) in (("ttft", first), ("token", each)):
+        out[name] = {
+            "plain_ms": statistics.median(plain),
+            "blendstore_ms": statistics.median(blend),
+            "ratio": statistics.median(blend) / statistics.median(plain),
+            "median_of_pairs": statistics.median(b / p for b, p in zip(blend, plain, strict=True)),
+            "all_plain_ms": plain,
+            "all_blendstore_ms": blend,
+        }
+    return out
+
+
+def report(measured: Mapping[str, Any]) -> None:
+    """A short table, last of all."""
+    query = measured["query"]
+    ways = ["no reuse", *HOW]
+    print(f"\n{query['prompt_tokens']} tokens; medians in ms; TTFT, and against no reuse")
+    for name in ways:
+        row = query[name]
+        print(f"{name:>16} {row['ttft_ms']:8.1f} [{row['min_ms']:.1f}, {row['max_ms']:.1f}] {row['speedup']:6.2f}x")
+    print("\nwhere it goes")
+    for name in ways:
+        print(f"{name:>16} " + ", ".join(f"{part} {ms:.1f}" for part, ms in query[name]["parts_ms"].items()))
+    print(
+        "\nKV against SGLang's own prefill: relative error (rms) of K and V in some layers, largest difference anywhere"
+    )
+    for name, row in measured["kv"].items():
+        if not row.get("k_rms"):
+            print(f"      ratio {name}: not compared")
+            continue
+        last = len(row["k_rms"]) - 1
+        some = sorted({0, 1, last // 2, last})
+        shown = ", ".join(f"layer {i} {row['k_rms'][i]:.2e} / {row['v_rms'][i]:.2e}" for i in some)
+        print(f"      ratio {name}: {shown}; max abs {max(row['k_max'] + row['v_max']):.3g}; {row.get('served')}")
+    print("\nwaits of the host in a blend: " + json.dumps(measured["synchronisations"]))
+    for name in ("ttft", "token") if "nothing shared" in measured else ():
+        row = measured["nothing shared"][name]
+        print(
+            f"nothing shared, {name}: plain {row['plain_ms']:.2f} ms, blendstore {row['blendstore_ms']:.2f} ms, "
+            f"ratio {row['ratio']:.4f}, median of pairs {row['median_of_pairs']:.4f}"
+        )
 
 
 def flush(engine: Any) -> None:
@@ -193,25 +299,24 @@ def ask(
     return (time.perf_counter() - begin) * 1e3, int(answer["meta_info"]["cached_tokens"])
 
 
-def start(args: argparse.Namespace, model: Path, backend: str | None) -> Any:
+def start(args: argparse.Namespace, model: Path, backend: str, port: int) -> Any:
     """The engine with the flags that are measured."""
     from sglang.srt.entrypoints.engine import Engine
 
-    tokens = 20 * (args.documents + 1) * (args.document_length + 64)
+    tokens = 6 * (args.documents + 1) * (args.document_length + 64)
     flags: dict[str, Any] = {
         "model_path": str(model), "load_format": "dummy", "grammar_backend": "none", "disable_cuda_graph": True,
         "skip_tokenizer_init": True, "max_total_tokens": tokens, "context_length": 65536, "log_level": "info",
-        "sampling_backend": "pytorch", "chunked_prefill_size": 32768, "max_prefill_tokens": 65536,
+        "sampling_backend": "pytorch", "chunked_prefill_size": 32768, "max_prefill_tokens": 65536, "port": port,
+        "radix_cache_backend": backend,
     }  # fmt: skip
     if args.device == "cpu":
         flags |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "mem_fraction_static": 0.5}
     else:
         flags |= {"attention_backend": args.attention_backend, "dtype": "bfloat16"}
-    if backend:
-        flags["radix_cache_backend"] = backend
     begin = time.perf_counter()
     engine = Engine(**flags)
-    print(f"started {backend or 'plain SGLang'} in {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"started {backend} in {time.perf_counter() - begin:.0f} s", flush=True)
     return engine
 
 
@@ -264,75 +369,154 @@ def plug_in(folder: Path) -> None:
 
 
 def activate() -> None:
-    """Runs in the engine's processes: blendstore with a look at KV and memory of requests ``check-…``."""
+    """Runs in the engine's processes: both backends, with the weights drawn again."""
     from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
 
     if "blendstore-bench" not in registered_radix_cache_backends():
         register_radix_cache_backend("blendstore-bench", _watched)
+        register_radix_cache_backend("plain-bench", _plain)
+
+
+def _plain(context: Any) -> Any:
+    """SGLang's own tree."""
+    from sglang.srt.mem_cache.registry import default_radix_cache_factory
+
+    _draw(context.tp_worker.model_runner.model)
+    return default_radix_cache_factory(context)
+
+
+def _draw(model: Any) -> None:
+    """Norms of 1, embeddings of unit variance, and matrices that keep variance; queries and keys are larger, so that
+    attention isn't even."""
+    import torch
+
+    with torch.inference_mode():
+        for number, (name, weight) in enumerate(sorted(model.named_parameters())):
+            generator = torch.Generator(weight.device).manual_seed(number)
+            if weight.dim() == 1:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            spread = 1.0 if "embed" in name else (1.5 if "qkv" in name else 1.0) / weight.shape[1] ** 0.5
+            weight.normal_(0.0, spread, generator=generator)
 
 
 def _watched(context: Any) -> Any:
-    import torch
-
+    """blendstore with stamps, and a look at the KV, the memory and the waits of some requests."""
     from blendstore_sglang.plugin import make
+    from blendstore_sglang.serve import Serving
 
+    _draw(context.tp_worker.model_runner.model)
     cache = make(context)
-    serving, kept, log = cache.serving, {}, Path(os.environ["BENCH_SGLANG_LOG"])
-    cuda = serving.geometry.device.type == "cuda"
+    watch = Watch(cache, Path(os.environ["BENCH_SGLANG_LOG"]))
+    cache.match_prefix = watch.around(cache.match_prefix, "match", None)
+    cache.init_load_back = watch.around(cache.init_load_back, "load", "loaded")
+    cache.prompt_complete = watch.completing(cache.prompt_complete)
+    fill, told = Serving.fill, Serving.report
 
-    def tell(row: dict[str, Any]) -> None:
-        with log.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+    def filled(serving: Any, outlook: Any, tenant: Any, *rest: Any) -> None:
+        watch.stamp(tenant.name, "fill")
+        with watch.looking(tenant.name):
+            fill(serving, outlook, tenant, *rest)
+        watch.stamp(tenant.name, "filled")
 
-    inner_fill, inner_complete = serving.fill, cache.prompt_complete
+    def reported(serving: Any, served: Any) -> None:
+        told(serving, served)
+        watch.tell("served", served.request, **asdict(served))
 
-    def filled(outlook: Any, tenant: Any, *rest: Any) -> None:
-        if not tenant.name.startswith("check-") or not cuda:
-            inner_fill(outlook, tenant, *rest)
-            return
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        inner_fill(outlook, tenant, *rest)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        tell({"what": "memory", "extra_peak_mib": peak / 2**20, "tokens": len(outlook.prepared.tokens)})
-
-    def complete(request: Any) -> None:
-        progress = request._blendstore
-        inner_complete(request)
-        if not request.rid.startswith("check-"):
-            return
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        key = cache.version.radix_key_of(request, progress.tokens)
-        slots = cache.version.slots(cache, cache.match_prefix(MatchPrefixParams(key=key))).long()
-        pool, layers = serving.pool, range(serving.geometry.layers)
-        now = [(pool.get_key_buffer(i)[slots], pool.get_value_buffer(i)[slots]) for i in layers]
-        if request.rid == "check-own":
-            kept["own"] = now
-            return
-        worst, mean = [], []
-        for (k, v), (own_k, own_v) in zip(now, kept.pop("own"), strict=True):
-            n = min(len(k), len(own_k))
-            pairs = [(a[:n].float(), b[:n].float()) for a, b in ((k, own_k), (v, own_v))]
-            worst.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
-            mean.append(max(float((a - b).norm() / b.norm()) for a, b in pairs))
-        tell({"what": "ratio 1.0", "tokens": len(slots), "max_relative": worst, "rms_relative": mean})
-
-    object.__setattr__(cache, "prompt_complete", complete)
-    cache.serving = _Proxy(serving, fill=filled)
+    Serving.fill, Serving.report = filled, reported
     return cache
 
 
-class _Proxy:
-    """``inner`` with some of its methods replaced."""
+class Watch:
+    """Writes down what happens to each request, in the scheduler's process."""
 
-    def __init__(self, inner: Any, **replaced: Any) -> None:
-        self.__dict__.update(replaced, _inner=inner)
+    def __init__(self, cache: Any, log: Path) -> None:
+        self._cache, self._log = cache, log
+        self._at: dict[str, dict[str, float]] = {}
+        self._own: list[Any] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def tell(self, what: str, request: str, **row: Any) -> None:
+        with self._log.open("a") as out:
+            out.write(json.dumps({**row, "what": what, "request": request}) + "\n")
+
+    def stamp(self, request: str, name: str) -> None:
+        """The first time counts: all processes of a machine share this clock."""
+        self._at.setdefault(request, {}).setdefault(name, time.perf_counter())
+
+    def around(self, inner: Any, before: str, after: str | None) -> Any:
+        def outer(params: Any) -> Any:
+            if params.req is None:
+                return inner(params)
+            self.stamp(params.req.rid, before)
+            out = inner(params)
+            if after:
+                self.stamp(params.req.rid, after)
+            return out
+
+        return outer
+
+    def completing(self, inner: Any) -> Any:
+        def outer(request: Any) -> None:
+            self.stamp(request.rid, "complete")
+            inner(request)
+            self.stamp(request.rid, "completed")
+            at = self._at.pop(request.rid)
+            if "completed" in at and "match" in at:
+                self.tell("stamps", request.rid, at=at)
+            if request.rid.startswith("check"):
+                self._compare(request)
+
+        return outer
+
+    @contextmanager
+    def looking(self, request: str) -> Iterator[None]:
+        """Memory and waits of the requests that are made for it."""
+        import torch
+
+        cuda = self._cache.serving.geometry.device.type == "cuda"
+        if cuda and request.startswith("check"):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            yield
+            torch.cuda.synchronize()
+            self.tell("memory", request, extra_peak_mib=(torch.cuda.max_memory_allocated() - before) / 2**20)
+        elif cuda and request.startswith("waits"):
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+            self.tell("waits", request, places=dict(places))
+        else:
+            yield
+
+    def _compare(self, request: Any) -> None:
+        """Keep SGLang's own KV, or compare with it; then make what is there unusable."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        cache, pool = self._cache, self._cache.serving.pool
+        layers = range(cache.serving.geometry.layers)
+        key = cache.version.radix_key_of(request, request._blendstore.tokens)
+        slots = cache.version.slots(cache, type(cache).match_prefix(cache, MatchPrefixParams(key=key))).long()
+        now = [(pool.get_key_buffer(i)[slots], pool.get_value_buffer(i)[slots]) for i in layers]
+        for index in layers:  # the prompt is answered; whoever takes these slots next has to write them
+            pool.get_key_buffer(index)[slots] = float("nan")
+            pool.get_value_buffer(index)[slots] = float("nan")
+        if request.rid == "check own":
+            self._own = now
+            return
+        row: dict[str, list[float]] = {"k_max": [], "v_max": [], "k_rms": [], "v_rms": []}
+        for pair, own in zip(now, self._own, strict=True):
+            for part, mine, theirs in zip("kv", pair, own, strict=True):
+                n = min(len(mine), len(theirs))
+                a, b = mine[:n].float(), theirs[:n].float()
+                row[f"{part}_max"].append(float((a - b).abs().max()))
+                row[f"{part}_rms"].append(float((a - b).norm() / b.norm()))
+        self.tell("kv", request.rid, tokens=len(slots), **row)
 
 
 def _arguments() -> argparse.Namespace:
@@ -347,9 +531,12 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
     add("--store-gib", type=float, default=16.0, help="memory of the store (default: 16)")
     add("--seed", type=int, default=0)
+    add("--seconds", type=float, default=255.0, help="no new pair of servers' prompts after that (default: 255)")
     add("--no-plain", dest="plain", action="store_false", help="leave out the server without blendstore")
     add("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.begun = time.perf_counter()
+    return args
 
 
 if __name__ == "__main__":

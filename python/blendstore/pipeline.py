@@ -54,6 +54,10 @@ class Prepared:
     """Nothing that the engine held was reused KV."""
     reused: list[tuple[int, bytes]] = field(default_factory=list)
     """(position, content id of the record) of each reused span, read while the lease is young."""
+    matched: bytes = b""
+    """Keys of the records that the matcher found, looked up by the second lease."""
+    told: list[tuple[object, ...]] = field(default_factory=list)
+    """What the records said of themselves, in the order of ``where``."""
 
     @property
     def clean(self) -> int:
@@ -194,6 +198,22 @@ class Pipeline:
             raise
         return prepared
 
+    def renew(self, prepared: Prepared) -> bool:
+        """Lease the records of a released prompt again; False, with nothing leased, when they aren't the same."""
+        leases = [
+            self._store.lookup_segments(prepared.namespace, prepared.tokens, prepared.segmentation.bounds, head=True)
+        ]
+        if prepared.matched:
+            leases.append(self._store.lookup(prepared.matched))
+        number = {id(lease): at for at, lease in enumerate(prepared.leases)}
+        where = [(leases[number[id(lease)]], index) for lease, index in prepared.where]
+        if [_told(lease.meta(index)) for lease, index in where] != prepared.told:
+            for lease in leases:
+                lease.release()
+            return False
+        prepared.where, prepared.leases = where, leases
+        return True
+
     def _look_up(self, prepared: Prepared, *, matching: bool) -> list[tuple[Candidate, int]]:
         """(candidate, provenance) of each record of the prompt's segments and, with ``matching``, of other places."""
         bounds = prepared.segmentation.bounds
@@ -206,7 +226,8 @@ class Pipeline:
                 hits.append(_Hit(lease, at, meta, start, meta.ntokens, 0, group, int(bounds[group, 0])))
         if matching and len(hits) < len(lease):
             matches = self._store.match(prepared.namespace, prepared.tokens, min_tokens=self._config.blend_min_tokens)
-            lease = self._store.lookup(b"".join(match.key for match in matches))
+            prepared.matched = b"".join(match.key for match in matches)
+            lease = self._store.lookup(prepared.matched)
             prepared.leases.append(lease)
             for at, (match, (run, begin)) in enumerate(zip(matches, _runs(matches), strict=True)):
                 meta = lease.meta(at)
@@ -214,6 +235,7 @@ class Pipeline:
                     length = match.stop - match.start
                     hits.append(_Hit(lease, at, meta, match.start, length, match.row, len(bounds) + run, begin))
         prepared.where = [(hit.lease, hit.index) for hit in hits]
+        prepared.told = [_told(hit.meta) for hit in hits]
         exact = _exact(prepared.namespace, prepared.tokens, hits)
         return [(hit.candidate(chunk, exact[chunk]), hit.meta.provenance) for chunk, hit in enumerate(hits)]
 
@@ -349,6 +371,13 @@ class _Hit:
         source = self.meta.source_position + self.row
         stop = self.start + self.length
         return Candidate(self.start, stop, chunk, self.row, source, exact, self.group, self.group_start)
+
+
+def _told(meta: ChunkMeta | None) -> tuple[object, ...]:
+    """What a plan depends on."""
+    if meta is None:
+        return ()
+    return meta.ntokens, meta.nbytes, meta.source_position, meta.provenance, meta.context
 
 
 def _exact(namespace: Namespace, tokens: Tokens, hits: Sequence[_Hit]) -> list[bool]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor
 
 # cudaMemcpyDefault: the addresses say which side is the host's.
 _EITHER_WAY = 4
@@ -25,6 +26,14 @@ _ARGUMENTS = {
 
 class CudaError(RuntimeError):
     """The CUDA runtime refused a call; names it and the error's number."""
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, which lies in host memory, on ``device`` for what the caller's stream does next. The host doesn't
+    wait: an ordinary copy would, for everything that the stream was given before."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class CopyStream:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan import Span
+from .copies import sent
 from .fused import attempt
 from .rotary import RotaryTable
 
@@ -59,7 +60,7 @@ class DriftCorrection:
     numbers: dict[int, int]
     documents: Tensor | None = None
     _recomputed: Recomputed | None = field(init=False, default=None)
-    _columns: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    _columns: tuple[Tensor, Tensor, list[int]] | None = field(init=False, default=None)
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.
@@ -86,50 +87,59 @@ class DriftCorrection:
         carry(self.settings, table, self._recomputed, k, v, fresh_k, fresh_v)
 
     def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        if not self._columns:
-            self._columns = self._averaged()
+        columns, bias, bounds = self._columns or self._averaged()
         cached = v[self.selected].float()
-        moved = (fresh_k - k[self.selected]).float()
+        moved_k, moved_v = (fresh_k - k[self.selected]).float(), fresh_v.float() - cached
         if table is not None:
             cos, sin = (angle[:, None] for angle in table.kept(max(span.stop for span in self.spans), k.device))
-            moved = table.rotate(moved, cos[self.selected], -sin[self.selected])
-        # [kv_heads, n, 2 dims] and [kv_heads, dims, n]
-        drift = torch.cat([moved, fresh_v.float() - cached], -1).transpose(0, 1)
-        alike = F.normalize(cached, dim=-1).permute(1, 2, 0) / self.settings.temperature
+            moved_k = table.rotate(moved_k, cos[self.selected], -sin[self.selected])
+        alike = F.normalize(cached, dim=-1).div_(self.settings.temperature)
+        # [kv_heads, columns, dim], one document's columns after the other's
+        alike, moved_k, moved_v = (x[columns].transpose(0, 1).contiguous() for x in (alike, moved_k, moved_v))
         still = self.settings.prior * math.exp(-0.5 / self.settings.temperature)
         for span in self.spans:
-            columns, bias = self._columns[self.numbers[span.group]]
-            if not columns.shape[0]:
+            number = self.numbers[span.group]
+            among = slice(bounds[number], bounds[number + 1])
+            if among.start == among.stop:
                 continue
             here = slice(span.start, span.stop)
-            mine = F.normalize(v[here].float(), dim=-1).transpose(0, 1)
-            weights = torch.baddbmm(bias, mine, alike[..., columns]).exp_()
+            # Float32 is corrected where it lies.
+            new_k, new_v = k[here].float(), v[here].float()
+            mine = F.normalize(new_v, dim=-1).transpose(0, 1)
+            weights = torch.baddbmm(bias[among], mine, alike[:, among].mT).exp_()
             # Where all weights are 0 nothing is added.
-            total = (weights.sum(-1, keepdim=True) + still).clamp_(min=torch.finfo(torch.float32).tiny)
-            scale = self.settings.strength / total
-            carried = torch.bmm(weights, drift[:, columns]).mul_(scale).transpose(0, 1)
-            drift_k, drift_v = carried.chunk(2, -1)
-            if table is not None:
-                drift_k = table.rotate(drift_k, cos[here], sin[here])
-            k[here] += drift_k.to(k.dtype)
-            v[here] += drift_v.to(v.dtype)
+            total = weights.sum(-1, keepdim=True).add_(still).clamp_(min=torch.finfo(torch.float32).tiny)
+            weights.mul_(self.settings.strength / total)
+            drift_k = torch.bmm(weights, moved_k[:, among]).transpose(0, 1)
+            for head in range(v.shape[1]):
+                new_v[:, head].addmm_(weights[head], moved_v[head, among])
+            if table is None:
+                new_k += drift_k
+            else:
+                table.add(new_k, drift_k, cos[here], sin[here])
+            if k.dtype != torch.float32:
+                k[here], v[here] = new_k, new_v
 
-    def _averaged(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By document: indices into ``selected`` that are averaged over, and the logarithm of a weight but its
-        cosine."""
+    def _averaged(self) -> tuple[Tensor, Tensor, list[int]]:
+        """What is averaged over in document d: indices into ``selected``, and the logarithm of a weight but its cosine,
+        both from ``bounds[d]`` to ``bounds[d + 1]`` - 1."""
         settings, n = self.settings, self.selected.shape[0]
         groups, sampled = self.groups.tolist(), settings.sampled(n)
-        out = {}
-        for number in self.numbers.values():
+        columns: list[int] = []
+        bias: list[float] = []
+        bounds = [0]
+        for number in range(len(self.numbers)):
             own = [i for i, group in enumerate(groups) if group == number]
             others = [i for i in sampled if groups[i] != number]
             # Each of the sample stands for its share of all tokens of other documents.
             share = settings.elsewhere * (n - len(own)) / max(1, len(others))
-            bias = torch.tensor([0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others))
-            bias -= 1.0 / settings.temperature
-            columns = torch.tensor([*own, *others], dtype=torch.int64)
-            out[number] = columns.to(self.selected.device), bias.to(self.selected.device)
-        return out
+            bias += [0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others)
+            columns += own + others
+            bounds.append(len(columns))
+        device = self.selected.device
+        spots = torch.tensor(columns, dtype=torch.int64, device=device)
+        self._columns = spots, torch.tensor(bias, device=device) - 1.0 / settings.temperature, bounds
+        return self._columns
 
 
 def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:
@@ -137,4 +147,4 @@ def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, de
     out = torch.full((tokens,), -1, dtype=torch.int32)
     for span in spans:
         out[span.start : span.stop] = numbers[span.group]
-    return out.to(device)
+    return sent(out, device)

@@ -68,9 +68,12 @@ def write_record(
 
 
 @torch.inference_mode()
-def restore(geometry: Geometry, records: RecordSource, spans: Sequence[Span], tokens: int) -> Tensor:
+def restore(
+    geometry: Geometry, records: RecordSource, spans: Sequence[Span], tokens: int, *, wait: bool = True
+) -> Tensor:
     """New KV [layers, 2, tokens, kv_heads, dim] with the rows of ``spans`` copied from their records as they are; all
-    other rows are uninitialised."""
+    other rows are uninitialised. Without ``wait`` the records are read until the device has done what the caller's
+    stream holds on return."""
     shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
     kv = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
     if usable(geometry.device) and isinstance(records, WholeRecords):
@@ -78,7 +81,8 @@ def restore(geometry: Geometry, records: RecordSource, spans: Sequence[Span], to
         for span in spans:
             Piece.of(kv, span, records.record(span.chunk)).start(copies, 0, geometry.layers)
         copies.wait(copies.mark())
-        copies.finish()
+        if wait:
+            copies.finish()
         return kv
     for index in range(geometry.layers):
         for span in spans:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan import BlendPlan, SpanKind
 from .attention import RowAttention
+from .copies import sent
 from .drift import DriftCorrection, DriftSettings, documents_of
 from .model import EngineModel
 from .selectors import Candidates, Combine, OptionValue, Reduce, SelectorSettings, make_selector
@@ -61,11 +62,16 @@ class BlendRunner:
         self._model = model
 
     @torch.inference_mode()
-    def run(self, ids: Tensor, plan: BlendPlan, records: RecordSource, settings: BlendSettings) -> BlendResult:
-        """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine."""
+    def run(
+        self, ids: Tensor, plan: BlendPlan, records: RecordSource, settings: BlendSettings, *, wait: bool = True
+    ) -> BlendResult:
+        """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine.
+
+        Without ``wait`` the records are read until the device has done what the caller's stream holds on return."""
         if ids.shape != (plan.ntokens,):
             raise ValueError(f"plan of {plan.ntokens} tokens, but ids have shape {tuple(ids.shape)}")
         kv = WorkingKV(self._model, plan, records, layerwise=settings.layerwise)
+        ran = False
         try:
             run = _Run(self._model, ids, plan, records, kv)
             selected = run.candidates.positions[:0]
@@ -81,8 +87,10 @@ class BlendRunner:
                 positions, state = run.finish(chosen, settings.drift)
             else:
                 positions, state = run.finish(selected, None)
+            ran = True
         finally:
-            kv.close()
+            # The stream waits for the copies of every layer that it went through.
+            kv.close(wait=wait or not ran)
         return BlendResult(kv.data, positions, state, selected)
 
 
@@ -149,7 +157,7 @@ class _Run:
     def __init__(self, model: EngineModel, ids: Tensor, plan: BlendPlan, records: RecordSource, kv: WorkingKV) -> None:
         self._model, self._ids, self._plan, self._kv = model, ids, plan, kv
         self._device = model.geometry.device
-        self._fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(self._device)
+        self._fresh = sent(torch.from_numpy(plan.positions(SpanKind.FRESH)), self._device)
         self._spans = [s for s in plan.spans if s.kind is SpanKind.REUSED]
         self._numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self._spans))}
         self._documents = documents_of(self._spans, self._numbers, plan.ntokens, self._device)
@@ -248,7 +256,7 @@ class _Run:
         if not positions:
             empty = torch.empty(0, dtype=torch.int64, device=self._device)
             return Candidates(empty, empty, empty, None)
-        cat = [torch.cat(parts).to(self._device) for parts in (positions, distance, group)]
+        cat = [sent(torch.cat(parts), self._device) for parts in (positions, distance, group)]
         # Each rank's records have the scores of its own heads; all ranks must select by the same ones.
-        kept = self._model.all_reduce(torch.cat(stored).to(self._device)) if scored else None
+        kept = self._model.all_reduce(sent(torch.cat(stored), self._device)) if scored else None
         return Candidates(cat[0], cat[1], cat[2], kept)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlendPlan, Span, SpanKind
-from .copies import CopyStream
+from .copies import CopyStream, sent
 from .fused import attempt, usable
 from .model import EngineModel, Geometry
 from .rotary import RotaryTable
@@ -45,8 +45,8 @@ class Loader(Protocol):
     def load(self, index: int) -> None:
         """Make layer ``index`` valid for what the caller's stream does next."""
 
-    def close(self) -> None:
-        """Afterwards the records may be released."""
+    def close(self, *, wait: bool) -> None:
+        """With ``wait`` the records may be released afterwards, otherwise when the copies are done."""
 
 
 class WorkingKV:
@@ -62,7 +62,7 @@ class WorkingKV:
         self._model, self._prefix = model, plan.prefix
         shape = (geometry.layers, 2, plan.ntokens, geometry.kv_heads, geometry.head_dim)
         self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
-        fresh = torch.from_numpy(plan.positions(SpanKind.FRESH)).to(geometry.device)
+        fresh = sent(torch.from_numpy(plan.positions(SpanKind.FRESH)), geometry.device)
         self.data.index_fill_(2, fresh, 0)
         cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
         self._loader: Loader
@@ -82,9 +82,10 @@ class WorkingKV:
             self._ready[index] = True
         return k, v
 
-    def close(self) -> None:
-        """Wait for what is under way; the records may be released afterwards."""
-        self._loader.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for what is under way: the records may be released afterwards. Without ``wait`` they may be when the
+        copies are done, which the caller's stream waits for where it was given the layers."""
+        self._loader.close(wait=wait)
 
 
 class _Direct:
@@ -111,7 +112,7 @@ class _Direct:
             else:
                 table.rotate(source_k.to(k.device), *turn, out=k[span.start : span.stop])
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         pass
 
 
@@ -158,7 +159,7 @@ class _Streamed:
         moved = [span for span in cached if span.source != span.start]
         places = _places(moved).to(torch.int32)
         self._stop = int(places.max()) + 1 if moved else 0
-        self._rows, self._sources = places.to(geometry.device)
+        self._rows, self._sources = sent(places, geometry.device)
         for table in _tables(geometry):
             table.kept(max(self._stop, data.shape[2]), geometry.device)
         self._copies = CopyStream(geometry.device)
@@ -173,8 +174,9 @@ class _Streamed:
             k = self._data[index, 0]
             attempt("rotation", k.device, lambda: self._turn(table, k), lambda: self._turn_plainly(table, k))
 
-    def close(self) -> None:
-        self._copies.finish()
+    def close(self, *, wait: bool) -> None:
+        if wait:
+            self._copies.finish()
         self._held.clear()
 
     def _start(self, stop: int) -> None:

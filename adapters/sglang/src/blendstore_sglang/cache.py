@@ -42,6 +42,8 @@ class Progress:
     seen: tuple[int, ...] = ()
     """What the outlook was made from."""
     outlook: Outlook | None = None
+    looked: Prepared | None = None
+    """What that outlook found, also if it is nothing."""
     done: Prepared | None = None
     """What the prompt's KV is made of; None until it is known."""
     settled: bool = False
@@ -77,9 +79,9 @@ class BlendingCache:
         progress = getattr(request, "_blendstore", None)
         if progress is None or progress.outlook is None:
             return self.version.loaded(self._no_slots()), request.last_node
-        target, progress.outlook = progress.outlook.target, None
+        promised, progress.outlook = progress.outlook, None
         try:
-            found = self._fill(request, progress, target)
+            found = self._fill(request, progress, promised)
         except Exception as error:
             self.serving.metrics.event("fallback")
             log.warning("reuse failed, the engine computes the prompt: %s", f"{type(error).__name__}: {error}")
@@ -95,15 +97,15 @@ class BlendingCache:
         if progress is None or progress.passive or progress.kept:
             return
         progress.kept = progress.settled = True
+        self.serving.peek()
         self.serving.metrics.store(self.serving.store)
+        done, tenant = progress.done or self._computed(request, progress), progress.tenant
+        progress.done = progress.outlook = progress.looked = None
+        if not tenant.options.store:
+            return
         key = self.version.radix_key_of(request, progress.tokens)
         match = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
-        held = self.version.held(match)
-        done, tenant = progress.done, progress.tenant
-        progress.done = progress.outlook = None
-        if done is None:
-            done = self._computed(request, progress)
-        if not tenant.options.store or not held:
+        if not self.version.held(match):
             return
         slots = self.version.slots(self, match)
         if not self.serving.streams.asynchronous:
@@ -124,6 +126,14 @@ class BlendingCache:
         if serving is not None:
             serving.settle(wait=params.num_tokens > self.evictable_size())  # type: ignore[attr-defined]
         return super().evict(params)  # type: ignore[misc]
+
+    def evictable_size(self) -> int:
+        """The engine's, which asks when it plans and, again and again, when it is idle."""
+        serving = getattr(self, "serving", None)
+        if serving is not None:
+            serving.peek()
+        size: int = super().evictable_size()  # type: ignore[misc]
+        return size
 
     def reset(self) -> None:
         """The engine's (/flush_cache): the tree is emptied. The store keeps its records, but those of other weights are
@@ -188,7 +198,7 @@ class BlendingCache:
                 held_blended, blended = -1, None
         seen = (held, held_blended, limit, serving.epoch)
         if progress.seen != seen:
-            progress.outlook, progress.done = None, None
+            progress.outlook = progress.looked = progress.done = None
             progress.seen = seen
             if max(held, held_blended) < limit and progress.tenant.options.reuse:
                 self._look(progress, held, held_blended, limit, blend=blended is not None)
@@ -204,52 +214,57 @@ class BlendingCache:
         if outlook is None:
             return
         outlook.prepared.release()
+        progress.looked = replace(outlook.prepared, where=[], leases=[])
         if outlook.target > max(held_blended if outlook.blended or not exact else held, 0):
             progress.outlook = outlook
         elif outlook.cut:
             serving.metrics.event("over_budget")
             log.info("blendstore: request %s: nothing is blended, it would take longer than the budget", tenant.name)
 
-    def _fill(self, request: Any, progress: Progress, target: int) -> Any:
+    def _fill(self, request: Any, progress: Progress, promised: Outlook) -> Any:
         """Returns what `init_load_back` returns, or None when the engine has to compute the prompt."""
         serving, version, tenant = self.serving, self.version, progress.tenant
+        outlook: Outlook | None = promised
+        target = promised.target
         key = version.radix_key_of(request, progress.tokens[:target])
-        start = version.held(super().match_prefix(MatchPrefixParams(key=key)))  # type: ignore[misc]
+        marked = request.extra_key == progress.blend_key
+        own = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
+        start = version.held(own)
         slots = self._take(target - start)
         if slots is None:
             serving.metrics.event("no_slots")
             return None
-        outlook: Outlook | None = None
         try:
             # Evicting may have taken what was held before.
             own = super().match_prefix(MatchPrefixParams(key=key))  # type: ignore[misc]
-            exact_key = version.radix_key(key, progress.exact_key)
-            exact = super().match_prefix(MatchPrefixParams(key=exact_key))  # type: ignore[misc]
-            mine, held = version.slots(self, own), version.slots(self, exact)
+            prefix = mine = version.slots(self, own)
+            if request.extra_key != progress.exact_key:
+                exact_key = version.radix_key(key, progress.exact_key)
+                exact = super().match_prefix(MatchPrefixParams(key=exact_key))  # type: ignore[misc]
+                prefix = torch.cat([mine, version.slots(self, exact)[len(mine) :]])
+            prefix = prefix[: min(len(prefix), target)].long()
             clean = request.extra_key == progress.exact_key or not len(mine)
-            prefix = torch.cat([mine, held[len(mine) :]]) if request.extra_key != progress.exact_key else mine
-            prefix = prefix[: min(len(prefix), target)]
-            outlook = serving.look(
-                progress.tokens,
-                tenant,
-                held=len(prefix),
-                exact=clean,
-                limit=target,
-                blend=progress.blend_key is not None,
-            )
-            marked = request.extra_key == progress.blend_key
+            if not serving.again(promised, tenant, held=len(prefix), exact=clean):
+                outlook = serving.look(
+                    progress.tokens,
+                    tenant,
+                    held=len(prefix),
+                    exact=clean,
+                    limit=target,
+                    blend=progress.blend_key is not None,
+                )
             if outlook is None or len(mine) != start or outlook.target != target or (outlook.blended and not marked):
                 serving.metrics.event("gone")
+                if outlook is not None:
+                    outlook.prepared.release()
                 self._give(slots)
                 return None
-            serving.fill(outlook, tenant, prefix.long(), slots.long(), start)
+            slots = slots.long()
+            serving.fill(outlook, tenant, prefix, slots, start)
         except BaseException:
             self._give(slots)
             raise
-        finally:
-            if outlook is not None:
-                outlook.prepared.release()
-        value = torch.cat([mine.long(), slots.long()])
+        value = torch.cat([mine.long(), slots])
         self.insert(InsertParams(key=key, value=value, prev_prefix_len=start))  # type: ignore[attr-defined]
         node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node  # type: ignore[misc]
         progress.done = replace(outlook.prepared, where=[], leases=[])
@@ -273,7 +288,10 @@ class BlendingCache:
         options = replace(tenant.options, reuse=False)
         held = min(int(request.cached_tokens), len(progress.tokens) - 1)
         exact = request.extra_key == progress.exact_key
-        done = serving.pipeline(tenant.lora).prepare(progress.tokens, options, engine_prefix=held, prefix_exact=exact)
-        n = len(progress.tokens)
+        done, n = progress.looked, len(progress.tokens)
+        if done is None or done.plan.context or done.plan.prefix != held or done.prefix_exact != exact:
+            done = serving.pipeline(tenant.lora).prepare(
+                progress.tokens, options, engine_prefix=held, prefix_exact=exact
+            )
         serving.metrics.served(Served(tenant.name, n, held, 0, 0, 0, n - held, 0.0))
         return done

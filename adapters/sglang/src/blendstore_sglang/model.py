@@ -201,7 +201,8 @@ def make_batch(ids: Tensor, positions: Tensor, slots: Tensor | None = None, row:
     n, device = ids.shape[0], ids.device
 
     def one(value: int, dtype: torch.dtype = torch.int64, where: Any = device) -> Tensor:
-        return torch.tensor([value], dtype=dtype, device=where)
+        # Filled there: a value that is copied there makes the host wait for all that the device was given before.
+        return torch.full((1,), value, dtype=dtype, device=where)
 
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from blendstore import Namespace, Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
-from blendstore.blend.records import LeaseRecords, record_view, restore
+from blendstore.blend.copies import sent
+from blendstore.blend.records import LeaseRecords, restore
 from blendstore.budget import TAIL, Budget, computed_from, head, rows
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, namespace
@@ -29,6 +30,7 @@ from blendstore.plan import BlendPlan, SpanKind
 from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import Served, describe, settings, whole_layers, without_question
 
+from .copyout import CopyOut
 from .model import SGLangModel
 from .ranks import Ranks
 from .streams import Streams
@@ -87,11 +89,14 @@ class Serving:
     epoch: int = 0
     """Grows when records were published: what was planned before may be out of date."""
     budget: Budget = field(init=False)
+    copies: CopyOut = field(init=False)
     _identity: ModelIdentity = field(init=False)
     _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.config.blend_budget_ms)
+        # Records that are reserved and not yet filled can't be evicted: other prompts need room meanwhile.
+        self.copies = CopyOut(self.geometry, self.pool, self.config.max_local_cpu_bytes // 4)
         self._identity = self.identity()
 
     def renew(self) -> None:
@@ -129,6 +134,11 @@ class Serving:
     def settle(self, *, wait: bool = False) -> None:
         """Publish what has been copied. Several ranks wait for it, so that it happens in the same call on all."""
         self.streams.poll(wait=wait or self.ranks.size > 1)
+
+    def peek(self) -> None:
+        """Publish what has been copied, where no other rank has to do the same in the same call."""
+        if self.ranks.size == 1:
+            self.streams.poll()
 
     def blends(self, tenant: Tenant) -> bool:
         """Whether this tenant's prompts may be blended. Adapters change the layers, and the runner has the base's."""
@@ -171,15 +181,39 @@ class Serving:
         target = min(run.ntokens - 1, limit) // self.page_size * self.page_size if run.context else held
         return Outlook(prepared, run, max(target, held), run.reused > 0, before - run.context)
 
+    def again(self, outlook: Outlook, tenant: Tenant, *, held: int, exact: bool) -> bool:
+        """Whether what `look` said, and whose leases were released, still holds for this prefix; it is leased again."""
+        prepared = outlook.prepared
+        well = prepared.plan.prefix == held and prepared.prefix_exact == exact
+        try:
+            well = well and self.pipeline(tenant.lora).renew(prepared)
+        except Exception as error:
+            well = False
+            log.warning("leasing records failed: %s", f"{type(error).__name__}: {error}")
+        if self.ranks.all(well):
+            return True
+        if well:
+            prepared.release()
+        return False
+
     def fill(self, outlook: Outlook, tenant: Tenant, held: Tensor, slots: Tensor, start: int) -> None:
-        """Put KV of tokens [start, target) into ``slots``. ``held`` are the slots of the engine-held prefix, which may
-        reach behind ``start``: those tokens are copied."""
+        """Put KV of tokens [start, target) into ``slots`` int64. ``held`` int64 are the slots of the engine-held
+        prefix, which may reach behind ``start``: those tokens are copied. The outlook's leases are released when its
+        records are no longer read, or here if this raises."""
+        try:
+            self._fill(outlook, tenant, held, slots, start)
+        except BaseException:
+            outlook.prepared.release()
+            raise
+
+    def _fill(self, outlook: Outlook, tenant: Tenant, held: Tensor, slots: Tensor, start: int) -> None:
         prepared, run = outlook.prepared, outlook.run
         plan, how, recomputed = run or prepared.plan, "", 0
         records = LeaseRecords(self.geometry, prepared.where)
         self._open(records, plan)
 
         def done(milliseconds: float) -> None:
+            prepared.release()
             if run is not None:
                 self.budget.observe(self._rows(run, tenant), milliseconds)
             rest = prepared.plan.ntokens - plan.ntokens
@@ -205,18 +239,16 @@ class Serving:
                     wanted = without_question(wanted)
                 how = describe(wanted)
                 self.model.hold(held)
-                ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)
-                result = BlendRunner(self.model).run(ids, run, records, wanted)
+                ids = sent(torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)), self.geometry.device)
+                result = BlendRunner(self.model).run(ids, run, records, wanted, wait=False)
                 kv, recomputed = result.kv, result.recomputed
             else:
                 spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
-                kv = restore(self.geometry, records, spans, plan.lead)
+                kv = restore(self.geometry, records, spans, plan.lead, wait=False)
             carried = plan.prefix - start
-            for index in range(self.geometry.layers):
-                for part, buffer in enumerate((self.pool.get_key_buffer(index), self.pool.get_value_buffer(index))):
-                    if carried:
-                        buffer[slots[:carried]] = buffer[held[start:]]
-                    buffer[slots[carried:]] = kv[index, part, plan.prefix : outlook.target]
+            if carried:
+                self.copies.rows.copy(held[start:], slots[:carried])
+            self.copies.rows.scatter(slots[carried:], kv, plan.prefix)
 
     def _open(self, records: LeaseRecords, plan: BlendPlan) -> None:
         """Hold the bytes of every record before anything runs: a rank that fails later keeps the others waiting."""
@@ -241,13 +273,16 @@ class Serving:
             self._not_stored(error)
             done()
             return
-        if not chunks:
+        nbytes = self.copies.admit(chunks)
+        if not chunks or nbytes is None:
             capture.abort()
+            self.metrics.event("not_stored", len(chunks))
             done()
             return
 
         def publish(read: Tensor = slots) -> None:
             del read  # held until now: the copies have read it on another stream than its own
+            self.copies.finished(nbytes)
             self.epoch += 1
             try:
                 self.metrics.event("stored", capture.commit())
@@ -256,23 +291,14 @@ class Serving:
                 self._not_stored(error)
             done()
 
-        with self.streams.copying(publish), torch.inference_mode():
-            for chunk in chunks:
-                self._copy_out(record_view(self.geometry, chunk.reservation.buffer(chunk.index)),
-                               slots[chunk.start : chunk.stop])  # fmt: skip
-
-    def _copy_out(self, target: Tensor, slots: Tensor) -> None:
-        """One chunk, gathered on the device and then copied in one go."""
-        if target.device == slots.device:
-            for index in range(self.geometry.layers):
-                torch.index_select(self.pool.get_key_buffer(index), 0, slots, out=target[index, 0])
-                torch.index_select(self.pool.get_value_buffer(index), 0, slots, out=target[index, 1])
-            return
-        gathered = torch.empty(target.shape, dtype=target.dtype, device=slots.device)
-        for index in range(self.geometry.layers):
-            torch.index_select(self.pool.get_key_buffer(index), 0, slots, out=gathered[index, 0])
-            torch.index_select(self.pool.get_value_buffer(index), 0, slots, out=gathered[index, 1])
-        target.copy_(gathered, non_blocking=True)
+        try:
+            with self.streams.copying(publish), torch.inference_mode():
+                self.copies.start(chunks, slots)
+        except Exception as error:
+            self.copies.finished(nbytes)
+            capture.abort()
+            self._not_stored(error)
+            done()
 
     def report(self, served: Served) -> None:
         """Count one prompt and log it."""

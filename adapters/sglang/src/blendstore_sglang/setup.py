@@ -80,6 +80,8 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         pinned=pin(store, geometry.device),
         ranks=Ranks(context.params.tp_cache_group if context.tp_size > 1 else None),
     )
+    if geometry.device.type == "cuda":
+        serving.copies.rows.warm_up()
     if model is not None:
         warm_up(geometry, model.softcap)
         if config.blend_budget_ms:

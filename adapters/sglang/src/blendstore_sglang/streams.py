@@ -25,7 +25,8 @@ class Streams:
     @contextmanager
     def filling(self, done: Callable[[float], None]) -> Iterator[None]:
         """Run on the forward stream, behind what the scheduler has queued; the scheduler's own stream waits for it.
-        ``done(milliseconds)`` is called when it has finished, and not when the body raises."""
+        ``done(milliseconds)`` is called when it has finished; if the body raises, it isn't, and nothing runs any
+        more."""
         if self._forward is None:
             started = time.perf_counter()
             yield
@@ -38,6 +39,9 @@ class Streams:
             begin.record()
             try:
                 yield
+            except BaseException:
+                torch.cuda.synchronize(self._forward.device)
+                raise
             finally:
                 end.record()
                 scheduler.wait_stream(self._forward)
@@ -45,7 +49,8 @@ class Streams:
 
     @contextmanager
     def copying(self, done: Callable[[], None]) -> Iterator[None]:
-        """Run on the side stream, behind all that was queued so far; ``done()`` is called when it has finished."""
+        """Run on the side stream, behind all that was queued so far. ``done()`` is called when it has finished; if the
+        body raises, it isn't, and nothing runs any more."""
         if self._side is None:
             yield
             done()
@@ -56,8 +61,10 @@ class Streams:
         with torch.cuda.stream(self._side):
             try:
                 yield
-            finally:
-                end.record()
+            except BaseException:
+                self._side.synchronize()
+                raise
+            end.record()
         self._pending.append((end, done))
 
     @property

@@ -1,0 +1,84 @@
+"""Copies of new documents out of the engine's KV pool into reserved records, beside what the engine computes.
+
+On a device: one launch gathers some records' rows of all layers into a staging buffer, and each record leaves it in one
+copy to page-locked memory. All of it is in order on the side stream, so the next launch waits for the copies there and
+the host for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendstore.blend import Geometry
+from blendstore.blend.copies import sent
+from blendstore.blend.records import record_view
+from blendstore.blend.slots import SlotRows
+from blendstore.pipeline import Writable
+
+# Of the device's memory, or one record if that takes more.
+STAGING = 128 << 20
+
+
+class CopyOut:
+    """``limit`` bytes may be under way at a time."""
+
+    def __init__(self, geometry: Geometry, pool: Any, limit: int) -> None:
+        self._geometry, self._limit = geometry, limit
+        buffers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in range(geometry.layers)]
+        self.rows = SlotRows(buffers)
+        self._staging: Tensor | None = None
+        self._under_way = 0
+
+    def admit(self, chunks: Sequence[Writable]) -> int | None:
+        """The bytes of ``chunks``, counted until `finished` says them again; None when too much is under way."""
+        nbytes = sum(chunk.stop - chunk.start for chunk in chunks) * self._geometry.bytes_per_token
+        if self._under_way and self._under_way + nbytes > self._limit:
+            return None
+        self._under_way += nbytes
+        return nbytes
+
+    def finished(self, nbytes: int) -> None:
+        """What `admit` counted has been copied."""
+        self._under_way -= nbytes
+
+    def start(self, chunks: Sequence[Writable], slots: Tensor) -> None:
+        """Copy on the caller's stream; ``slots`` [n] int64 are those of the prompt's first n tokens."""
+        records = [record_view(self._geometry, chunk.reservation.buffer(chunk.index)) for chunk in chunks]
+        picked = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        slots = slots[sent(torch.from_numpy(picked), slots.device)]
+        begin = 0
+        for part in self._parts(records):
+            lengths = [record.shape[2] for record in part]
+            taken = slots[begin : begin + sum(lengths)]
+            begin += sum(lengths)
+            if slots.device.type == "cpu":
+                for record, slot in zip(part, torch.split(taken, lengths), strict=True):
+                    self.rows.gather(slot, [slot.shape[0]], record.view(-1))
+                continue
+            staging = self._room(self.rows.numel(sum(lengths)))
+            self.rows.gather(taken, lengths, staging)
+            staged = torch.split(staging, [self.rows.numel(length) for length in lengths])
+            for record, source in zip(part, staged, strict=True):
+                record.view(-1).copy_(source, non_blocking=True)
+
+    def _parts(self, records: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Records that fit the staging buffer together."""
+        part: list[Tensor] = []
+        for record in records:
+            if part and sum(r.nbytes for r in part) + record.nbytes > STAGING:
+                yield part
+                part = []
+            part.append(record)
+        if part:
+            yield part
+
+    def _room(self, numel: int) -> Tensor:
+        if self._staging is None or self._staging.shape[0] < numel:
+            least = STAGING // self._geometry.dtype.itemsize
+            self._staging = torch.empty(max(numel, least), dtype=self._geometry.dtype, device=self._geometry.device)
+        return self._staging[:numel]
