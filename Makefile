@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers adapters/sglang/src/blendstore_sglang \
   adapters/vllm/src/blendstore_vllm
 SGLANG := 0.5.14 0.5.23
-VLLM := 0.32.0
+VLLM := 0.26.0 0.32.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm bench bench-store quality docs clean
@@ -89,7 +89,7 @@ test-vllm-%: .venv-vllm-%/.ready models
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 \
 	  .venv-vllm-$*/bin/python -m pytest -q tests/engines/vllm
 
-.venv-vllm-%/.ready: requirements/vllm-%.txt adapters/vllm/pyproject.toml $(VENV)/.ready
+.venv-vllm-%/.ready: requirements/vllm-%.txt requirements/vllm-common.txt adapters/vllm/pyproject.toml $(VENV)/.ready
 	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
 	echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > $$(.venv-vllm-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth

@@ -16,6 +16,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "max_num_seqs": 8,
     "disable_log_stats": True,
+    "gpu_memory_utilization": 0.2,  # of this machine's memory, which others use too
 }
 
 

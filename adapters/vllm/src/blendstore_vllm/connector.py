@@ -80,6 +80,10 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for load in metadata.loads:
             self._errors.update(self._serving.fill(load))
 
+    def has_connector_metadata(self) -> bool:
+        """No, to who asks: the engine would call the next two hooks for every layer of every step."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the first one runs."""
 
@@ -95,9 +99,11 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._serving.keep(keep)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Nothing is under way when a step is over."""
-        if self._serving is not None and finished_req_ids:
-            self._serving.forget(list(finished_req_ids))
+        """No request's blocks are needed when a step is over: what is still being copied was taken out of them."""
+        if self._serving is not None:
+            self._serving.settle()
+            if finished_req_ids:
+                self._serving.forget(list(finished_req_ids))
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -106,11 +112,13 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return errors
 
     def shutdown(self) -> None:
-        """Stop answering look-ups."""
+        """Stop answering look-ups; what is being copied is waited for."""
         wire.withdraw(self._engine)
         if self._server is not None:
             self._server.close()
             self._server = None
+        if self._serving is not None:
+            self._serving.settle(wait=True)
 
     # The scheduler's side.
 

@@ -49,6 +49,13 @@ class PagedKV:
         """K and V [n, KV heads, dim] of layer ``index`` at ``slots`` [n] int64: copies."""
         return self._read(self._caches[index], slots)
 
+    def copy_out(self, slots: Tensor, out: Tensor) -> None:
+        """Every layer's K and V at ``slots`` [n] int64 into ``out`` [layers, 2, n, KV heads, dim]."""
+        for index, target in enumerate(out):
+            k, v = self.read(index, slots)
+            target[0].copy_(k)
+            target[1].copy_(v)
+
     def scratch(self, tokens: int) -> Tensor:
         """The last ``tokens`` slots of the cache, from the start of a block on: for an engine without requests."""
         blocks = -(-tokens // self.block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from blendstore.blend import Attend, Geometry
 from blendstore.decoders import decoder_of, refuse_unknown_arguments
 from blendstore.startup import Refused
 
+from .kernels import EngineKernels
 from .layout import PagedKV
 from .rotary import rotary_tables
 from .versions import attention_context
@@ -56,6 +57,8 @@ class VLLMModel:
         if len(shapes) != 1:
             raise Refused(f"its layers differ in heads or head size: {sorted(shapes)}")
         self.kv = PagedKV(self.attentions)
+        self.kernels = EngineKernels(self.decoder)
+        self._entered = False
         self._held = torch.empty(0, dtype=torch.int64, device=self.kv.device)
         self._geometry = Geometry(
             layers=len(self._layers),
@@ -77,6 +80,21 @@ class VLLMModel:
         """Number of token ids."""
         return int(self._config.model_config.get_vocab_size())
 
+    @property
+    def softcap(self) -> float | None:
+        """Bound of the attention's logits, if they have one."""
+        return _softcap(self.attentions[0])
+
+    @contextmanager
+    def entered(self, rows: int) -> Iterator[None]:
+        """Prepare for calls of `layer` with up to ``rows`` rows: once for a whole run, where each would do it alone."""
+        with attention_context(None, self._config, rows), self.kernels.on():
+            self._entered = True
+            try:
+                yield
+            finally:
+                self._entered = False
+
     def hold(self, slots: Tensor) -> None:
         """Make the KV at ``slots`` [n] int64 the engine-held prefix that `read_slots` reads."""
         self._held = slots
@@ -85,7 +103,8 @@ class VLLMModel:
         return State(ids)
 
     def layer(self, index: int, state: State, positions: Tensor, attend: Attend) -> State:
-        with attention_context(None, self._config, state.ids.shape[0]), _routed(self.attentions[index], attend):
+        ready: AbstractContextManager[None] = nullcontext() if self._entered else self.entered(state.ids.shape[0])
+        with ready, _routed(self.attentions[index], attend):
             hidden = self._enter(state.ids, positions) if state.hidden is None else state.hidden
             # The engine's fused norms write into their input, and the runner may run one state twice.
             given: dict[str, Tensor | None] = {"positions": positions, "hidden_states": hidden.clone()}
@@ -132,10 +151,14 @@ class VLLMModel:
         return hidden
 
 
+def _softcap(attention: Any) -> float | None:
+    return float(getattr(attention.impl, "logits_soft_cap", None) or 0) or None
+
+
 @contextmanager
 def _routed(attention: Any, attend: Attend) -> Iterator[None]:
     """Within, ``attention`` hands q, k, v to the runner and writes nothing."""
-    softcap = float(getattr(attention.impl, "logits_soft_cap", None) or 0) or None
+    softcap = _softcap(attention)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
         if key is None or any(item is not None for item in (*more, *named.values())):

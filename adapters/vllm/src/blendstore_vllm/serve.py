@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from blendstore import Namespace, Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
-from blendstore.blend.records import LeaseRecords, record_view, restore
+from blendstore.blend.copies import sent
+from blendstore.blend.records import LeaseRecords, restore
 from blendstore.budget import Budget, computed_from, head, rows
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, namespace
@@ -33,6 +34,8 @@ from blendstore.serving import Served, describe, salted, settings, whole_layers,
 from .layout import PagedKV
 from .messages import Ask, Found, Keep, Load
 from .model import VLLMModel
+from .outgoing import Outgoing
+from .pending import Pending
 
 log = logging.getLogger("blendstore.vllm")
 
@@ -65,6 +68,10 @@ class Serving:
     identity: ModelIdentity
     separators: SeparatorSegmenter | None
     metrics: ServingMetrics
+    pinned: Any = None
+    """Keeps the store's memory page-locked."""
+    pending: Pending = field(init=False)
+    outgoing: Outgoing = field(init=False)
     budget: Budget = field(init=False)
     _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
     _done: dict[str, Prepared] = field(init=False, default_factory=dict)
@@ -75,9 +82,12 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.config.blend_budget_ms)
+        self.pending = Pending(self.geometry.device)
+        self.outgoing = Outgoing(self.geometry, self.kv)
 
     def look(self, ask: Ask) -> Found:
         """How far this prompt could be filled now. Nothing is loaded, nothing stays pinned."""
+        self.pending.poll()
         outlook = self._outlook(ask)
         outlook.prepared.release()
         self.metrics.event("over_budget", outlook.cut > 0 and outlook.target <= ask.held)
@@ -97,6 +107,8 @@ class Serving:
                 raise LookupError(f"of {ask.limit} tokens {outlook.target} are left")
             self._fill(outlook, ask, self.slots(load.blocks, ask.limit))
         except Exception as error:
+            if outlook is not None:
+                outlook.prepared.release()
             self.metrics.event("fallback")
             # As text: a handler that keeps records would keep the error, its frames and the pins in them.
             log.warning(
@@ -104,9 +116,6 @@ class Serving:
             )
             self._failed.add(ask.name)
             return load.blocks[ask.held // self.block : -(-ask.limit // self.block)]
-        finally:
-            if outlook is not None:
-                outlook.prepared.release()
         self._done[ask.name] = replace(outlook.prepared, where=[], leases=[])
         return []
 
@@ -127,8 +136,11 @@ class Serving:
             if options.store:
                 self._copy_out(pipeline, done, self.slots(keep.blocks, len(tokens)))
         except Exception as error:
-            self.metrics.event("store_error")
-            log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
+            self._not_stored(error)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Publish what has been copied; with ``wait``, everything that is being copied."""
+        self.pending.poll(wait=wait)
 
     def forget(self, names: Sequence[str]) -> None:
         """These requests are over."""
@@ -138,10 +150,9 @@ class Serving:
 
     def slots(self, blocks: Sequence[int], count: int) -> Tensor:
         """[count] int64: where the first ``count`` tokens of a request with these blocks lie."""
-        positions = torch.arange(count)
-        of_block = torch.tensor(blocks, dtype=torch.int64)
-        size = self.block
-        return (of_block[positions // size] * size + positions % size).to(self.geometry.device)
+        starts = sent(torch.tensor(blocks, dtype=torch.int64), self.geometry.device) * self.block
+        within = torch.arange(self.block, device=self.geometry.device)
+        return (starts[:, None] + within).view(-1)[:count]
 
     def _pipeline(self, lora: str) -> Pipeline:
         with self._lock:
@@ -202,64 +213,75 @@ class Serving:
 
     @torch.inference_mode()
     def _fill(self, outlook: Outlook, ask: Ask, slots: Tensor) -> None:
-        """Tokens [held, target) into their ``slots``, those of the first ``target`` tokens."""
-        prepared, run, began = outlook.prepared, outlook.run, time.perf_counter()
+        """Tokens [held, target) into their ``slots``, those of the first ``target`` tokens. The leases are released
+        when the records have been read, unless this raises."""
+        prepared, run = outlook.prepared, outlook.run
         plan, how, recomputed = run or prepared.plan, "", 0
         records = LeaseRecords(self.geometry, prepared.where)
-        if run is not None and self.model is not None:
-            wanted = self._settings(ask)
-            if run.ntokens < len(prepared.tokens):
-                wanted = without_question(wanted)
-            how = describe(wanted)
-            self.model.hold(slots[: plan.prefix])
-            ids = torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)).to(self.geometry.device)
-            result = BlendRunner(self.model).run(ids, run, records, wanted)
-            kv, recomputed = result.kv, result.recomputed
-        else:
-            spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
-            kv = restore(self.geometry, records, spans, plan.lead)
-        for index in range(self.geometry.layers):
-            part = kv[index, :, ask.held : outlook.target]
-            self.kv.write(index, slots[ask.held :], part[0], part[1])
-        self._synchronise()
-        milliseconds = (time.perf_counter() - began) * 1e3
-        if run is not None:
-            self.budget.observe(self._rows(run, ask), milliseconds)
-        cut = len(prepared.tokens) - plan.ntokens
-        self._report(
-            Served(
-                request=ask.name,
-                prompt=len(prepared.tokens),
-                prefix=plan.prefix,
-                exact=plan.exact,
-                reused=plan.reused - recomputed,
-                recomputed=recomputed,
-                fresh=plan.fresh + cut,
-                milliseconds=milliseconds,
-                how=how,
-                cut=cut,
-            )
-        )
 
-    def _synchronise(self) -> None:
-        """The records' bytes are read by the device on its own: they stay pinned until it has."""
-        if self.geometry.device.type == "cuda":
-            torch.cuda.synchronize(self.geometry.device)
+        def done(milliseconds: float, read: LeaseRecords = records) -> None:
+            del read  # held until now: the device has read them
+            prepared.release()
+            if run is not None:
+                self.budget.observe(self._rows(run, ask), milliseconds)
+            cut = len(prepared.tokens) - plan.ntokens
+            self._report(
+                Served(
+                    request=ask.name,
+                    prompt=len(prepared.tokens),
+                    prefix=plan.prefix,
+                    exact=plan.exact,
+                    reused=plan.reused - recomputed,
+                    recomputed=recomputed,
+                    fresh=plan.fresh + cut,
+                    milliseconds=milliseconds,
+                    how=how,
+                    cut=cut,
+                )
+            )
+
+        with self.pending.timed(done):
+            if run is not None and self.model is not None:
+                wanted = self._settings(ask)
+                if run.ntokens < len(prepared.tokens):
+                    wanted = without_question(wanted)
+                how = describe(wanted)
+                self.model.hold(slots[: plan.prefix])
+                ids = sent(torch.from_numpy(prepared.tokens[: run.ntokens].astype(np.int64)), self.geometry.device)
+                with self.model.entered(run.ntokens):
+                    result = BlendRunner(self.model).run(ids, run, records, wanted, wait=False)
+                kv, recomputed = result.kv, result.recomputed
+            else:
+                spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
+                kv = restore(self.geometry, records, spans, plan.lead, wait=False)
+            for index in range(self.geometry.layers):
+                part = kv[index, :, ask.held : outlook.target]
+                self.kv.write(index, slots[ask.held :], part[0], part[1])
 
     @torch.inference_mode()
     def _copy_out(self, pipeline: Pipeline, done: Prepared, slots: Tensor) -> None:
-        with_room = pipeline.capture(done)
+        """Publish the documents when they have been copied."""
+        capture = pipeline.capture(done)
         try:
-            for chunk in with_room.chunks():
-                target = record_view(self.geometry, chunk.reservation.buffer(chunk.index))
-                for index in range(self.geometry.layers):
-                    k, v = self.kv.read(index, slots[chunk.start : chunk.stop])
-                    target[index, 0].copy_(k)
-                    target[index, 1].copy_(v)
-            self.metrics.event("stored", with_room.commit())
+            chunks = list(capture.chunks())
+            event = self.outgoing.send(chunks, slots) if chunks else None
         except BaseException:
-            with_room.abort()
+            capture.abort()
             raise
+
+        def publish() -> None:
+            try:
+                self.metrics.event("stored", capture.commit())
+            except Exception as error:
+                capture.abort()
+                self._not_stored(error)
+
+        self.pending.add(event, publish)
+
+    def _not_stored(self, error: Exception) -> None:
+        self.metrics.event("store_error")
+        # As text: a handler that keeps records would keep the error, its frames and the pins in them.
+        log.warning("documents were not stored: %s", f"{type(error).__name__}: {error}")
 
     def _report(self, served: Served) -> None:
         self.metrics.served(served)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from blendstore import Store
-from blendstore.blend import Geometry
+from blendstore.blend import Geometry, pin, warm_up
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config, ConfigError
@@ -73,15 +73,14 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
         else Geometry.plain(layers=len(caches), kv_heads=kv.heads, head_dim=kv.dim, dtype=kv.dtype, device=kv.device)
     )
     model_config = vllm_config.model_config
+    store = Store(capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy)
     serving = Serving(
         config=config,
         geometry=geometry,
         kv=kv,
         block=vllm_config.cache_config.block_size,
         model=model,
-        store=Store(
-            capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy
-        ),
+        store=store,
         identity=ModelIdentity(
             weights_digest=files_digest(
                 model_config.model, revision=model_config.revision, dummy=vllm_config.load_config.load_format == "dummy"
@@ -97,13 +96,24 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
         if model is not None
         else None,
         metrics=metrics,
+        pinned=pin(store, geometry.device),
     )
-    if model is not None and config.blend_budget_ms:
-        calibrate(serving.budget, model)
+    if model is not None:
+        _warm_up(model, serving)
     log.info("blendstore: %s", announcement(config, geometry, proof, refusal, type(engine).__name__))
     for line in config.describe().splitlines():
         log.debug("%s", line)
     return serving
+
+
+def _warm_up(model: VLLMModel, serving: Serving) -> None:
+    """Compile what a blend needs and time two of nothing: the first one on a device takes a second and more."""
+    geometry = model.geometry
+    if geometry.device.type != "cuda" and not serving.config.blend_budget_ms:
+        return
+    warm_up(geometry, model.softcap)
+    with model.entered(1024):
+        calibrate(serving.budget, model)
 
 
 def _refuse_server(vllm_config: VllmConfig, runner: Any) -> None:

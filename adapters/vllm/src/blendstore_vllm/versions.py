@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 
 from blendstore.startup import Refused
 
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.26", "0.32")
 
 
 def check_version() -> None:
