@@ -421,7 +421,7 @@ def _watched(context: Any) -> Any:
 
     def reported(serving: Any, served: Any) -> None:
         told(serving, served)
-        watch.tell("served", served.request, **asdict(served))
+        watch.tell("served", served.request, **{k: v for k, v in asdict(served).items() if k != "request"})
 
     Serving.fill, Serving.report = filled, reported
     return cache

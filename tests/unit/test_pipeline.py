@@ -383,3 +383,26 @@ def test_the_namespace_of_a_tenant_is_made_once() -> None:
     line = Pipeline(Store(capacity_bytes=1 << 20), config, make, bytes_per_token=4)
     names = {line.namespace(RequestOptions(tenant_salt=salt)) for salt in (None, "guest", None, "guest", "house")}
     assert (len(names), made) == (2, ["house", "guest"])
+
+
+@pytest.mark.parametrize("separators", [True, False])
+def test_a_released_prompt_is_leased_again_while_its_records_are_the_same(separators: bool) -> None:
+    """Adapters plan when a prompt is looked at and read when it is let in; records may go or change in between."""
+    store = Store(capacity_bytes=1 << 22, chunk_size=CHUNK)
+    line = pipeline(store, separators=separators)
+    for document in (A, B):
+        serve(line, prompt(SYSTEM, document, QUESTION))
+    asked = line.prepare(prompt(SYSTEM, B, A, QUESTION), OPTIONS)
+    before = [(lease.meta(index), array(lease.buffer(index)).copy()) for lease, index in asked.where]
+    asked.release()
+    assert store.stats()["bytes_pinned"] == 0 and len(before) > 2
+    assert line.renew(asked)
+    assert store.stats()["bytes_pinned"] > 0
+    for (lease, index), (meta, payload) in zip(asked.where, before, strict=True):
+        again = lease.meta(index)
+        assert meta is not None and again is not None and again.key == meta.key
+        assert np.array_equal(array(lease.buffer(index)), payload)
+    asked.release()
+    store.clear()
+    assert not line.renew(asked)
+    assert store.stats()["bytes_pinned"] == 0

@@ -124,7 +124,7 @@ class BlendingCache:
         """The engine's; slots that are being copied out are waited for when others are not enough."""
         serving = getattr(self, "serving", None)
         if serving is not None:
-            serving.settle(wait=params.num_tokens > self.evictable_size())  # type: ignore[attr-defined]
+            serving.settle(wait=params.num_tokens > self.evictable_size())
         return super().evict(params)  # type: ignore[misc]
 
     def evictable_size(self) -> int:
