@@ -83,6 +83,15 @@ class RotaryTable:
             work[..., 2 * self.pairs :].copy_(x[..., 2 * self.pairs :])
         return out if work is out else out.copy_(work)
 
+    def add(self, out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Add to float32 ``out`` [n, heads, dim], in place, what `rotate` makes of float32 ``x``."""
+        a, b = self._halves(x)
+        first, second = self._halves(out)
+        first.addcmul_(a, cos).addcmul_(b, sin, value=-1)
+        second.addcmul_(b, cos).addcmul_(a, sin)
+        if 2 * self.pairs < x.shape[-1]:
+            out[..., 2 * self.pairs :] += x[..., 2 * self.pairs :]
+
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rotated = x[..., : 2 * self.pairs]
         if self.pairing == "half":
