@@ -144,6 +144,11 @@ pub(crate) fn admit(
 }
 
 impl Admission {
+    /// As it was asked for.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
     /// The room for its payload, which starts at a multiple of 512 bytes and stays for as long as the admission lives. Nobody
     /// else reads or writes it until `publish`.
     pub fn payload(&mut self) -> NonNull<[u8]> {
