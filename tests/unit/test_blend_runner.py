@@ -35,7 +35,6 @@ def test_ratio_one_is_the_engines_own_prefill(kind: str, selector: str, prefix: 
     result = blend(engine, made, selector, 1.0, drift=DriftSettings())
     assert worst(result.kv, engine.prefill(made.ids)) < 1e-5
     assert result.recomputed == made.plan.reused
-    assert result.positions.tolist() == list(range(6 if prefix else 0, len(made.ids)))
 
 
 @pytest.mark.parametrize("selector", NAMES)
@@ -60,26 +59,27 @@ def test_ratio_zero_computes_fresh_tokens_only() -> None:
     for selector in ("query", "none"):
         result = blend(engine, made, selector, 0.0 if selector == "query" else 1.0)
         assert result.recomputed == 0
-        assert set(engine.rows_run) == {made.plan.fresh}
+        assert set(engine.rows_run) == {made.plan.fresh, 1}
 
 
 def test_rows_compute_what_attention_over_the_working_kv_gives() -> None:
     """Fresh rows over reused KV: the state that comes out is the dense reference's over the same keys (invariant 2)."""
     engine = FakeEngine(windows=(20, None))
     made = scene(engine)
-    result = blend(engine, made, "none")
-    state = engine.embed(made.ids[result.positions])
+    rows = torch.from_numpy(made.plan.positions(SpanKind.FRESH))
+    result = BlendRunner(engine).run(made.ids, made.plan, made.records, BlendSettings("none"), outputs=len(rows))
+    state = engine.embed(made.ids[rows])
     for index in range(engine.layers):
-        distance = result.positions[:, None] - torch.arange(len(made.ids))
+        distance = rows[:, None] - torch.arange(len(made.ids))
         seen = (distance >= 0) & (distance < (engine.geometry.windows[index] or 10_000))
         k, v = result.kv[index]
 
         def attend(q: torch.Tensor, fresh_k: torch.Tensor, fresh_v: torch.Tensor, *, scale: float,
                    softcap: float | None = None, k: Any = k, v: Any = v, seen: Any = seen) -> torch.Tensor:  # fmt: skip
-            torch.testing.assert_close(k[result.positions], fresh_k, rtol=0, atol=1e-5)
+            torch.testing.assert_close(k[rows], fresh_k, rtol=0, atol=1e-5)
             return dense(q, k, v, seen, scale, softcap)[0]
 
-        state = engine.layer(index, state, result.positions, attend)
+        state = engine.layer(index, state, rows, attend)
     torch.testing.assert_close(result.state, state, rtol=0, atol=1e-5)
 
 
@@ -175,7 +175,8 @@ def test_drift_correction_moves_reused_tokens_only() -> None:
     assert torch.equal(plain.kv[0], moved.kv[0])
     left = sorted(set(made.plan.positions(SpanKind.REUSED).tolist()) - set(plain.selected.tolist()))
     assert not torch.equal(plain.kv[1][:, left], moved.kv[1][:, left])
-    assert torch.equal(plain.kv[1][:, plain.positions], moved.kv[1][:, plain.positions])
+    rows = [*made.plan.positions(SpanKind.FRESH).tolist(), *plain.selected.tolist()]
+    assert torch.equal(plain.kv[1][:, rows], moved.kv[1][:, rows])
 
 
 def test_thresholds_and_several_check_layers_keep_every_row_valid() -> None:

@@ -137,9 +137,9 @@ class TransformersAnswering:
             plan = self._plan(captured, lease, len(tokens), len(captured.bounds))
             records = _Scored(self._records(lease), captured.scores)
             ids = torch.from_numpy(tokens.astype(np.int64)).to(self._geometry.device)
-            result = self._runner.run(ids, plan, records, settings)
+            result = self._runner.run(ids, plan, records, settings, outputs=len(prompt.question))
         with torch.inference_mode():
-            first = self._engine.logits(result.state[-len(prompt.question) :])
+            first = self._engine.logits(result.state)
         cache = as_cache(result.kv)
         spent = self._now() - begin
         kept = plan.context - result.recomputed

@@ -40,12 +40,10 @@ class BlendSettings:
 
 @dataclass(frozen=True, slots=True)
 class BlendResult:
-    """``kv`` [layers, 2, tokens, kv_heads, dim]; ``positions`` [n] int64 of the rows that were computed and ``state``
-    theirs at the output of the last layer; ``selected`` [m] int64 positions that were recomputed though they were
-    cached."""
+    """``kv`` [layers, 2, tokens, kv_heads, dim]; ``state`` of the prompt's last tokens at the output of the last layer;
+    ``selected`` [m] int64 positions that were recomputed though they were cached."""
 
     kv: Tensor
-    positions: Tensor
     state: Any
     selected: Tensor
 
@@ -63,9 +61,17 @@ class BlendRunner:
 
     @torch.inference_mode()
     def run(
-        self, ids: Tensor, plan: BlendPlan, records: RecordSource, settings: BlendSettings, *, wait: bool = True
+        self,
+        ids: Tensor,
+        plan: BlendPlan,
+        records: RecordSource,
+        settings: BlendSettings,
+        *,
+        outputs: int = 1,
+        wait: bool = True,
     ) -> BlendResult:
-        """``ids`` [tokens] int64. Errors of records or model pass through: the caller falls back to the engine.
+        """``ids`` [tokens] int64. The state of the last ``outputs`` of the fresh tokens comes back; of all others the
+        last layer computes K and V only. Errors of records or model pass through: the caller falls back to the engine.
 
         Without ``wait`` the records are read until the device has done what the caller's stream holds on return."""
         if ids.shape != (plan.ntokens,):
@@ -84,14 +90,18 @@ class BlendRunner:
                 )
                 chosen = selector.select(run, settings.ratios[-1]).sort().values
                 selected = run.candidates.positions[chosen]
-                positions, state = run.finish(chosen, settings.drift)
+                state = run.finish(chosen, settings.drift, outputs)
             else:
-                positions, state = run.finish(selected, None)
+                state = run.finish(selected, None, outputs)
             ran = True
         finally:
             # The stream waits for the copies of every layer that it went through.
             kv.close(wait=wait or not ran)
-        return BlendResult(kv.data, positions, state, selected)
+        return BlendResult(kv.data, state, selected)
+
+
+Before = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""``before(k, v, fresh_k, fresh_v)`` runs ahead of the writing of fresh rows."""
 
 
 class _Enough(Exception):
@@ -115,11 +125,11 @@ class _Flow:
     def step(
         self,
         kv: WorkingKV,
-        before: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+        before: Before | None = None,
         attention: Callable[..., Tensor] | None = None,
     ) -> None:
-        """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``before(k, v, fresh_k,
-        fresh_v)`` runs ahead of the writing; ``attention`` takes the place of `RowAttention.__call__`."""
+        """One layer: fresh K and V of the rows are written to ``kv``, then they attend. ``attention`` takes the place
+        of `RowAttention.__call__`."""
         index = self.layer
         k, v = kv.ready(index)
         window = self.model.geometry.windows[index]
@@ -129,19 +139,33 @@ class _Flow:
         ) -> Tensor:
             if before is not None:
                 before(k, v, fresh_k, fresh_v)
-            k[self.positions] = fresh_k
-            v[self.positions] = fresh_v
+            k.index_copy_(0, self.positions, fresh_k)
+            v.index_copy_(0, self.positions, fresh_v)
             return (attention or self.attention)(q, k, v, scale=scale, window=window, softcap=softcap)
 
         self.state = self.model.layer(index, self.state, self.positions, attend)
         self.layer += 1
 
-    def keys(self) -> Tensor:
-        """Fresh K [n, kv_heads, dim] of the rows at the current layer, without running it."""
-        seen: list[Tensor] = []
+    def last(self, kv: WorkingKV, before: Before | None, outputs: int) -> None:
+        """The last layer: K and V of all rows as in `step`, the state of the last ``outputs`` ones only."""
+        n = self.positions.shape[0]
+        if outputs < n:
+            k, v = kv.ready(self.layer)
+            fresh_k, fresh_v = self.fresh()
+            if before is not None:
+                before(k, v, fresh_k, fresh_v)
+            k.index_copy_(0, self.positions, fresh_k)
+            v.index_copy_(0, self.positions, fresh_v)
+            self.keep(torch.arange(n - outputs, n, device=self.positions.device))
+            before = None
+        self.step(kv, before)
+
+    def fresh(self) -> tuple[Tensor, Tensor]:
+        """Fresh K and V [n, kv_heads, dim] of the rows at the current layer, without running it."""
+        seen: list[tuple[Tensor, Tensor]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
-            seen.append(k)
+            seen.append((k, v))
             raise _Enough
 
         try:
@@ -197,7 +221,7 @@ class _Run:
         flow = self._flow
         while flow.layer < layer:
             flow.step(self._kv)
-        fresh = flow.keys()[torch.searchsorted(flow.positions, self.candidates.positions)]
+        fresh = flow.fresh()[0][torch.searchsorted(flow.positions, self.candidates.positions)]
         cached, _ = self._kv.ready(layer)
         difference = fresh.float() - cached[self.candidates.positions].float()
         return self._model.all_reduce(difference.square().sum((1, 2)))
@@ -209,8 +233,9 @@ class _Run:
             rows = torch.cat([self.candidates.positions, self._fresh]).sort().values
             self._flow.keep(torch.searchsorted(self._flow.positions, rows))
 
-    def finish(self, chosen: Tensor, drift: DriftSettings | None) -> tuple[Tensor, Any]:
-        """Run the chosen candidates (ascending indices) and the fresh rows through the remaining layers."""
+    def finish(self, chosen: Tensor, drift: DriftSettings | None, outputs: int) -> Any:
+        """Run the chosen candidates (ascending indices) and the fresh rows through the remaining layers; the state of
+        the last ``outputs`` rows."""
         self.keep(chosen)
         selected = self.candidates.positions
         if self._flow is None:
@@ -231,8 +256,11 @@ class _Run:
                 def before(k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor, table: Any = table) -> None:
                     correction.apply(table, k, v, fresh_k[where], fresh_v[where])
 
-            flow.step(self._kv, before)
-        return flow.positions, flow.state
+            if flow.layer == self.layers - 1:
+                flow.last(self._kv, before, outputs)
+            else:
+                flow.step(self._kv, before)
+        return flow.state
 
     def _question(self, rows: int) -> tuple[Tensor, Tensor]:
         """Positions of the last ``rows`` tokens of the fresh tail, and of the fresh tokens that are not among them."""
