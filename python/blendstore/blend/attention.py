@@ -160,6 +160,6 @@ def _weighted(
     logits = (rows @ k.permute(1, 2, 0)).float().view(heads, n, -1)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    weights = logits.add_(mask).softmax(-1)
+    weights = torch.softmax(logits.add_(mask), -1, out=logits)
     out = weights.to(v.dtype).view(kv, -1, k.shape[0]) @ v.transpose(0, 1)
     return out.view(heads, n, dim).transpose(0, 1), weights

@@ -88,14 +88,16 @@ class DriftCorrection:
 
     def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         columns, bias, bounds = self._columns or self._averaged()
-        cached = v[self.selected].float()
-        moved_k, moved_v = (fresh_k - k[self.selected]).float(), fresh_v.float() - cached
+        cached, before = (t.index_select(0, self.selected).float() for t in (v, k))
+        moved_k, moved_v = fresh_k.float() - before, fresh_v.float() - cached
         if table is not None:
             cos, sin = (angle[:, None] for angle in table.kept(max(span.stop for span in self.spans), k.device))
             moved_k = table.rotate(moved_k, cos[self.selected], -sin[self.selected])
         alike = F.normalize(cached, dim=-1).div_(self.settings.temperature)
         # [kv_heads, columns, dim], one document's columns after the other's
-        alike, moved_k, moved_v = (x[columns].transpose(0, 1).contiguous() for x in (alike, moved_k, moved_v))
+        alike, moved_k, moved_v = (
+            x.index_select(0, columns).transpose(0, 1).contiguous() for x in (alike, moved_k, moved_v)
+        )
         still = self.settings.prior * math.exp(-0.5 / self.settings.temperature)
         for span in self.spans:
             number = self.numbers[span.group]

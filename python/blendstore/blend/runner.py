@@ -254,7 +254,7 @@ class _Run:
                 table = self._model.geometry.rotary[flow.layer]
 
                 def before(k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor, table: Any = table) -> None:
-                    correction.apply(table, k, v, fresh_k[where], fresh_v[where])
+                    correction.apply(table, k, v, fresh_k.index_select(0, where), fresh_v.index_select(0, where))
 
             if flow.layer == self.layers - 1:
                 flow.last(self._kv, before, outputs)

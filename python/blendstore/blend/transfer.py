@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import BlendPlan, Span, SpanKind
+from .blocks import uninitialised
 from .copies import CopyStream, sent
 from .fused import attempt, usable
 from .model import EngineModel, Geometry
@@ -61,7 +62,7 @@ class WorkingKV:
         geometry = model.geometry
         self._model, self._prefix = model, plan.prefix
         shape = (geometry.layers, 2, plan.ntokens, geometry.kv_heads, geometry.head_dim)
-        self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+        self.data = uninitialised(shape, geometry.dtype, geometry.device)
         fresh = sent(torch.from_numpy(plan.positions(SpanKind.FRESH)), geometry.device)
         self.data.index_fill_(2, fresh, 0)
         cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
