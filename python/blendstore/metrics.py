@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._core import Store
@@ -62,9 +63,13 @@ class ServingMetrics:
 
     def store(self, store: Store) -> None:
         """Take over the store's own counters and gauges."""
+        if self._exported:
+            self.stored(store.stats())
+
+    def stored(self, stats: Mapping[str, float]) -> None:
+        """The same from `Store.stats`, perhaps of another process."""
         if not self._exported:
             return
-        stats = store.stats()
         for name in _STORE_GAUGES:
             self._exported["store"].labels(self._rank, name).set(stats[name])
         for name in _STORE_COUNTERS:

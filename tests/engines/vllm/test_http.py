@@ -44,8 +44,8 @@ class Http:
         command = [
             str(Path(sys.executable).parent / "vllm"), "serve", str(models.resolve(SERVED)), "--served-model-name",
             SERVED, "--port", str(self.port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "4096", "--no-enable-prefix-caching", "--kv-transfer-config",
-            '{"kv_connector": "BlendStoreConnector", "kv_role": "kv_both"}',
+            "--max-model-len", "4096", "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
+            "--kv-transfer-config", '{"kv_connector": "BlendStoreConnector", "kv_role": "kv_both"}',
         ]  # fmt: skip
         env = {
             **os.environ, "BLENDSTORE_CONFIG_FILE": str(config), "TMPDIR": str(self.sockets),
@@ -143,3 +143,60 @@ def test_options_and_salts_come_with_the_openai_body(server: Http) -> None:
     assert off["fresh"] == other["fresh"] == len(asked)
     assert (zero["recomputed"], one["reused"]) == (0, 0)
     assert zero["reused"] == one["recomputed"] >= 60
+
+
+def test_the_counters_reach_the_engines_metrics(server: Http) -> None:
+    """The worker counts, the front end answers: the same series as with other engines."""
+    ids = [int(token) for token in np.random.default_rng(2).integers(1000, 20000, 130)]
+    server.complete([5, 6, 7, *ids, 8])
+    server.complete([9, 8, *ids, 7])
+    told = httpx.get(f"{server.url}/metrics", timeout=10).text
+    found = {
+        name + labels: float(value)
+        for name, labels, value in re.findall(r"^(blendstore_\w+)(\{.*\})? (\S+)$", told, re.MULTILINE)
+    }
+    rows = server.requests()
+    assert found['blendstore_prompts_total{outcome="blended",tp_rank="0"}'] == sum(
+        row["reused"] + row["recomputed"] > 0 for row in rows
+    )
+    for kind in ("exact", "reused", "recomputed", "fresh"):
+        series = f'blendstore_prompt_tokens_total{{kind="{kind}",tp_rank="0"}}'
+        assert found[series] == sum(row[kind] for row in rows)
+    assert found['blendstore_events_total{event="stored",tp_rank="0"}'] > 0
+    assert found['blendstore_store{gauge="bytes_used",tp_rank="0"}'] > 0
+    assert found['blendstore_blending{tp_rank="0"}'] == 1
+
+
+def test_at_ratio_one_a_real_model_answers_as_without_reuse(server: Http) -> None:
+    """Real prose in several orders, each prompt blended and computed: the same tokens, log-probabilities to 1e-2."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.resolve(SERVED))
+    documents = [
+        "The lighthouse at Skerry Point was built in 1871 by two brothers who never spoke to each other again. " * 3,
+        "Every spring the town paints its bridge blue, because the river spirits are said to dislike any other. " * 3,
+        "The baker Osvald keeps a raven called Minutes, which steals coins and returns them on Sundays. " * 3,
+    ]
+    question = " # # What is the raven's name? It is called"
+
+    def ask(order: tuple[int, ...], **options: Any) -> tuple[list[str], list[float]]:
+        text = "You are a helpful assistant." + "".join(f" # # {documents[number]}" for number in order) + question
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json={
+                "model": SERVED, "prompt": tokenizer(text)["input_ids"], "max_tokens": 12, "temperature": 0,
+                "logprobs": 0, "kv_transfer_params": {"blendstore": options},
+            },
+            timeout=120,
+        )  # fmt: skip
+        told = answer.json()["choices"][0]["logprobs"]
+        return told["tokens"], told["token_logprobs"]
+
+    for number in range(3):
+        ask((number,))
+    for order in ((2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 2, 1)):
+        computed = ask(order, reuse=False, store=False)
+        blended = ask(order, ratio=1.0, store=False)
+        assert server.requests()[-1]["recomputed"] >= 100
+        assert blended[0] == computed[0]
+        assert blended[1] == pytest.approx(computed[1], abs=1e-2)

@@ -22,6 +22,7 @@ from .messages import Keep, Load
 from .scheduling import Scheduling
 from .serve import Serving
 from .setup import configuration, refuse_prefix_caching, set_up
+from .telemetry import Prometheus, Told
 
 log = logging.getLogger("blendstore.vllm")
 
@@ -111,6 +112,10 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         errors, self._errors = self._errors, set()
         return errors
 
+    def get_kv_connector_stats(self) -> Told | None:
+        """What happened since the last step; it goes to the process that answers ``/metrics``."""
+        return None if self._serving is None else self._serving.metrics.take()
+
     def shutdown(self) -> None:
         """Stop answering look-ups; what is being copied is waited for."""
         wire.withdraw(self._engine)
@@ -119,6 +124,20 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._server = None
         if self._serving is not None:
             self._serving.settle(wait=True)
+
+    # The side of the process that answers requests.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Told:
+        """`get_kv_connector_stats` as it arrives there."""
+        return Told(data=data) if data else Told()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Prometheus:
+        """What counts it there."""
+        return Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side.
 

@@ -24,7 +24,6 @@ from blendstore.blend.records import LeaseRecords, restore
 from blendstore.budget import Budget, computed_from, head, rows
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, namespace
-from blendstore.metrics import ServingMetrics
 from blendstore.options import RequestOptions
 from blendstore.pipeline import Pipeline, Prepared
 from blendstore.plan import BlendPlan, SpanKind
@@ -36,6 +35,7 @@ from .messages import Ask, Found, Keep, Load
 from .model import VLLMModel
 from .outgoing import Outgoing
 from .pending import Pending
+from .telemetry import Recorder
 
 log = logging.getLogger("blendstore.vllm")
 
@@ -67,13 +67,15 @@ class Serving:
     store: Store
     identity: ModelIdentity
     separators: SeparatorSegmenter | None
-    metrics: ServingMetrics
+    metrics: Recorder
     pinned: Any = None
     """Keeps the store's memory page-locked."""
     pending: Pending = field(init=False)
     outgoing: Outgoing = field(init=False)
     budget: Budget = field(init=False)
     _pipelines: dict[str, Pipeline] = field(init=False, default_factory=dict)
+    _looked: dict[str, Outlook] = field(init=False, default_factory=dict)
+    """What was said of prompts that aren't filled yet, by request; without pins."""
     _done: dict[str, Prepared] = field(init=False, default_factory=dict)
     """What the filled prompts that aren't kept yet are made of, by request; without pins."""
     _failed: set[str] = field(init=False, default_factory=set)
@@ -91,6 +93,8 @@ class Serving:
         outlook = self._outlook(ask)
         outlook.prepared.release()
         self.metrics.event("over_budget", outlook.cut > 0 and outlook.target <= ask.held)
+        if outlook.target > ask.held:
+            self._looked[ask.name] = outlook
         expected = 0.0 if outlook.run is None else self.budget.estimate(self._rows(outlook.run, ask))
         return Found(outlook.target, expected)
 
@@ -102,7 +106,7 @@ class Serving:
         self._failed.discard(ask.name)
         outlook: Outlook | None = None
         try:
-            outlook = self._outlook(ask, admitted=True)
+            outlook = self._again(ask) or self._outlook(ask, admitted=True)
             if outlook.target != ask.limit:
                 raise LookupError(f"of {ask.limit} tokens {outlook.target} are left")
             self._fill(outlook, ask, self.slots(load.blocks, ask.limit))
@@ -145,6 +149,7 @@ class Serving:
     def forget(self, names: Sequence[str]) -> None:
         """These requests are over."""
         for name in names:
+            self._looked.pop(name, None)
             self._done.pop(name, None)
             self._failed.discard(name)
 
@@ -190,6 +195,13 @@ class Serving:
         except BaseException:
             prepared.release()
             raise
+
+    def _again(self, ask: Ask) -> Outlook | None:
+        """What `look` said of this prompt, leased again; None when that no longer holds."""
+        outlook = self._looked.pop(ask.name, None)
+        if outlook is None or outlook.target != ask.limit or outlook.prepared.plan.prefix != ask.held:
+            return None
+        return outlook if self._pipeline(ask.lora).renew(outlook.prepared) else None
 
     def _limited(self, prepared: Prepared, ask: Ask, *, blend: bool, admitted: bool) -> Outlook:
         plan = prepared.plan

@@ -14,13 +14,13 @@ from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config, ConfigError
 from blendstore.identity import ModelIdentity
-from blendstore.metrics import ServingMetrics
 from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
 
 from .layout import PagedKV
 from .model import VLLMModel
 from .proof import prove
 from .serve import Serving
+from .telemetry import Recorder
 from .versions import check_version
 
 log = logging.getLogger("blendstore.vllm")
@@ -52,7 +52,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     check_version()
     _refuse_server(vllm_config, runner)
     engine = runner.get_model()
-    metrics = ServingMetrics(prometheus=False)
+    metrics = Recorder()
     model, proof, refusal = None, None, ""
     if config.enable_blending:
         make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
@@ -100,6 +100,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     )
     if model is not None:
         _warm_up(model, serving)
+    metrics.blending(model is not None)
     log.info("blendstore: %s", announcement(config, geometry, proof, refusal, type(engine).__name__))
     for line in config.describe().splitlines():
         log.debug("%s", line)
