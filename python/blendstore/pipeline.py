@@ -6,11 +6,12 @@ later, when its copies have finished.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ __all__ = ["BLENDED", "HEAD", "IN_CONTEXT", "LEAD_IN", "Capture", "Pipeline", "P
 
 HEAD, LEAD_IN, IN_CONTEXT, BLENDED = range(4)
 _KEY = 32
+# Documents that a record can list as standing before it: 32 KiB. What stands behind more is not stored.
+_MOST_BEFORE = 1024
 _NOWHERE = bytes(_KEY)
 Tokens = NDArray[np.uint32]
 
@@ -251,8 +254,11 @@ class Pipeline:
         out = Capture()
         try:
             before = self._documents(prepared)
-            for chain in self._chains(prepared):
-                self._reserve(out, prepared, chain, b"".join(key for start, key in before if start < chain.start))
+            places, listed = [place for place, _ in before], b"".join(key for _, key in before)
+            chains = [chain for chain in self._chains(prepared) if bisect_left(places, chain.start) <= _MOST_BEFORE]
+            written = _Written.of(prepared, chains, self._config.chunk_size)
+            for chain in chains:
+                self._reserve(out, prepared, chain, written, listed[: _KEY * bisect_left(places, chain.start)])
         except BaseException:
             out.abort()
             raise
@@ -279,8 +285,8 @@ class Pipeline:
             yield segment, bisect_right(ends, segment.start) < self._config.system_segments
 
     def _documents(self, prepared: Prepared) -> list[tuple[int, bytes]]:
-        """(position, content id) of what later chains stand behind: the first chunk of each document, or every chunk
-        where the documents are unknown."""
+        """(position, content id) of what later chains stand behind, in order: the first chunk of each document, or
+        every chunk where the documents are unknown. One more than `_MOST_BEFORE` are as good as all."""
         tokens, size = prepared.tokens, self._config.chunk_size
         if not _is_whole(prepared.segmentation):
             parts = [(part.start, part.stop) for part, system in self._parts(prepared.segmentation) if not system]
@@ -292,8 +298,9 @@ class Pipeline:
                 parts.append((0, prepared.plan.prefix))
             chunks = [(at, min(at + size, stop)) for start, stop in parts for at in range(start, stop, size)]
             known = prepared.reused
-        made = [(a, prepared.namespace.content_id(np.ascontiguousarray(tokens[a:b]))) for a, b in chunks]
-        return sorted([*made, *known])
+        first = sorted([*((a, tokens[a:b]) for a, b in chunks), *known], key=itemgetter(0))[: _MOST_BEFORE + 1]
+        make = prepared.namespace.content_id
+        return [(at, it if isinstance(it, bytes) else make(np.ascontiguousarray(it))) for at, it in first]
 
     def _provenance(self, chain: _Chain, start: int, stop: int, clean: int) -> int | None:
         """Provenance of chunk [start, stop) of ``chain``, or None when it must not be stored."""
@@ -307,12 +314,8 @@ class Pipeline:
             return HEAD if chain.start == 0 else None
         return chain.provenance
 
-    def _reserve(self, out: Capture, prepared: Prepared, chain: _Chain, behind: bytes) -> None:
-        size, clean = self._config.chunk_size, prepared.clean
-        # Reused rows may have been corrected and belong to another context: they are never stored again.
-        stale = prepared.plan.token_kinds == SpanKind.REUSED.value
-        if not prepared.prefix_exact:
-            stale = stale | (prepared.plan.token_kinds == SpanKind.PREFIX.value)
+    def _reserve(self, out: Capture, prepared: Prepared, chain: _Chain, written: _Written, behind: bytes) -> None:
+        size, clean = self._config.chunk_size, written.clean
         chunks = [(start, min(start + size, chain.stop)) for start in range(chain.start, chain.stop, size)]
         parent: bytes | None = None
         for kind, group in groupby(chunks, key=lambda chunk: self._provenance(chain, chunk[0], chunk[1], clean)):
@@ -320,9 +323,7 @@ class Pipeline:
                 break
             part = list(group)
             starts, first, last = [start for start, _ in part], part[0][0], part[-1][1]
-            contexts = None
-            if kind != BLENDED:
-                contexts = prepared.namespace.context_digests(prepared.tokens, np.array(starts, dtype=np.int64))
+            contexts = None if kind == BLENDED else b"".join(written.contexts[start] for start in starts)
             reservation = self._store.reserve(
                 prepared.namespace,
                 np.ascontiguousarray(prepared.tokens[first:last]),
@@ -339,7 +340,7 @@ class Pipeline:
                 save_unfull_chunk=self._config.save_unfull_chunk,
             )
             mask = bytes(
-                wanted and not stale[start:stop].any()
+                wanted and not written.stale[start:stop].any()
                 for wanted, (start, stop) in zip(reservation.wanted, part, strict=False)
             )
             if any(mask):
@@ -347,6 +348,30 @@ class Pipeline:
             else:
                 reservation.abort()
             parent = reservation.keys[-_KEY:] or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What all chains of one capture share, worked out once."""
+
+    clean: int
+    stale: NDArray[np.bool_]
+    """Reused rows may have been corrected and belong to another context: they are never stored again."""
+    contexts: dict[int, bytes]
+    """Context digests of the chunks that begin where the KV is still that of a full prefill."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, chains: Sequence[_Chain], size: int) -> _Written:
+        clean, kinds = prepared.clean, prepared.plan.token_kinds
+        stale = kinds == SpanKind.REUSED.value
+        if not prepared.prefix_exact:
+            stale = stale | (kinds == SpanKind.PREFIX.value)
+        starts = [at for chain in chains for at in range(chain.start, min(chain.stop, clean), size)]
+        digests = (
+            prepared.namespace.context_digests(prepared.tokens, np.array(starts, dtype=np.int64)) if starts else b""
+        )
+        contexts = {at: digests[i * _KEY : (i + 1) * _KEY] for i, at in enumerate(starts)}
+        return cls(clean, stale, contexts)
 
 
 @dataclass(frozen=True, slots=True)

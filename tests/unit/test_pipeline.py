@@ -207,6 +207,20 @@ def test_where_documents_are_unknown_a_record_lists_every_chunk_in_front_of_its_
         assert all(meta.behind == content_ids(line, *chunks) for meta in found if meta)
 
 
+@pytest.mark.parametrize("count", [1024, 1025])
+def test_what_stands_behind_more_documents_than_a_record_can_list_is_not_stored(count: int) -> None:
+    """A record says all that it was computed behind, or it isn't kept; so a prompt of tiny documents costs linear
+    work and memory."""
+    line = pipeline()
+    tiny = [np.array([1_000_000 + number], dtype=np.uint32) for number in range(count)]
+    serve(line, prompt(SYSTEM, *tiny, A, B, QUESTION))
+    first, second = metas(line, A)[0], metas(line, B)[0]
+    assert second is None
+    assert (first is not None) == (count == 1024)
+    if first is not None:
+        assert first.behind == content_ids(line, *tiny)
+
+
 def test_what_an_engine_held_behind_reused_kv_is_listed_too() -> None:
     line = pipeline(separators=False)
     serve(line, concatenate([A, B, C]), engine_prefix=len(A), prefix_exact=False)
