@@ -5,6 +5,7 @@ Times against memcpy are taken alternately in the same process, so a noisy machi
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -162,10 +163,10 @@ def bench_records(quick: bool) -> list[Row]:
     ]
 
 
-def scaling(work: Callable[[int], object], runs: int) -> list[float]:
-    """How much more two threads do in the time of one; each does the same work, told its number."""
+def scalings(works: dict[str, Callable[[int], object]], runs: int) -> dict[str, list[float]]:
+    """How much more two threads do in the time of one, for each kind of work in turn; a thread is told its number."""
 
-    def both() -> float:
+    def both(work: Callable[[int], object]) -> float:
         barrier = threading.Barrier(3)
 
         def one(number: int) -> None:
@@ -181,12 +182,19 @@ def scaling(work: Callable[[int], object], runs: int) -> list[float]:
             thread.join()
         return time.perf_counter() - start
 
-    both()
-    return [2 * (seconds(lambda: work(0)) + seconds(lambda: work(1))) / 2 / both() for _ in range(runs)]
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for run in range(runs + 1):
+        for name, work in works.items():
+            alone = seconds(lambda: [work(0), work(1)])  # noqa: B023, called at once
+            together = both(work)
+            if run:  # the first one warms up
+                found[name].append(alone / together)
+    return found
 
 
 def bench_threads(quick: bool) -> list[Row]:
-    """Two threads that read: bytes (beside memcpy, which shows what the memory allows) and lookups alone."""
+    """Two threads that read bytes, and two that look up, in turn with two that share nothing: memcpy and a hash show
+    what the machine's memory and cores allow at the time."""
     nrecords = 32
     runs = 5 if quick else 15
     store = Store(capacity_bytes=2 * nrecords * (MIB + MIB // 64))
@@ -216,10 +224,22 @@ def bench_threads(quick: bool) -> list[Row]:
         for _ in range(200):
             long_store.lookup_segments(NAMESPACE, long_prompts[number], long_bounds).release()
 
+    def hashing(number: int) -> None:
+        for _ in range(8):
+            hashlib.sha256(source[number]).digest()
+
+    found = scalings({"read": read, "memcpy": memcpy, "look": look, "hashing": hashing}, runs)
+
+    def share(name: str, of: str) -> list[float]:
+        return [100 * a / b for a, b in zip(found[name], found[of], strict=True)]
+
     return [
-        summary("two threads, lookup + read of 1 MiB records", "×", scaling(read, runs), at_least=1.8),
-        summary("two threads, memcpy of the same bytes", "×", scaling(memcpy, runs)),
-        summary("two threads, lookups of 512 chunks with key building", "×", scaling(look, runs), at_least=1.8),
+        summary("two threads, lookup + read of 1 MiB records", "×", found["read"], at_least=1.8),
+        summary("two threads that share nothing, memcpy of the same bytes", "×", found["memcpy"]),
+        summary("the first, share of the second", "%", share("read", "memcpy")),
+        summary("two threads, lookups of 512 chunks with key building", "×", found["look"], at_least=1.8),
+        summary("two threads that share nothing, hashes", "×", found["hashing"]),
+        summary("the first, share of the second", "%", share("look", "hashing")),
     ]
 
 
