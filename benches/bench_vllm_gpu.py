@@ -9,8 +9,8 @@ nothing tell the overhead, pair by pair; and single blends are taken apart.
     python benches/bench_vllm_gpu.py --compiled --json out/compiled.json  # as vLLM starts by default
     python benches/bench_vllm_gpu.py --shape tiny --device cpu --document-length 200 --rounds 2   # dry run
 
-Weights are random: times and KV do not depend on them, answers do. Results are written after every stage, and stages
-that would begin after ``--limit`` seconds are left out.
+Weights are random: times and KV do not depend on them, answers do. Results are written after every stage. A stage that
+fails is told with its error and the next one begins; what would begin after ``--limit`` seconds is left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +53,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
         measured = Bench(args, Path(folder)).run()
     print(table(measured), flush=True)
-    if "nothing shared" not in measured:
-        sys.exit("stopped by the time limit: not everything was measured")
+    if failed := [name for name, found in measured.items() if isinstance(found, dict) and "error" in found]:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 def told(what: str) -> None:
@@ -82,31 +84,51 @@ class Bench:
             for engine in (blending, plain):
                 self.measured[f"{engine.name} start_s"] = engine.ready()
                 told(f"{engine.name} is ready")
-            self.measured["about"] = blending.tell("about")
-            told(f"{self.measured['about']}")
             stages: dict[str, Callable[[Remote, Remote], Any]] = {
+                "about": self.about,
                 "query": self.queries,
                 "kv": self.compare,
                 "nothing shared": self.nothing_shared,
                 "parts": self.parts,
+                "end": self.about,
             }
             for name, stage in stages.items():
-                if time.perf_counter() - BEGAN > self.args.limit:
-                    told(f"{name}: left out, the time is up")
-                    continue
-                self.measured[name] = stage(blending, plain)
+                self.measured[name] = self.tried(name, partial(stage, blending, plain))
                 self._save()
-            self.measured["end"] = blending.tell("about")
+            self.measured["proof"] = self.tried("proof", lambda: blending.tell("proof"))
+            told(f"proof: {self.measured['proof']}")
             self._save()
         finally:
             blending.close()
             plain.close()
         return self.measured
 
+    def in_time(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is not spent."""
+        return bool(time.perf_counter() - BEGAN < self.args.limit * share)
+
+    def tried(self, name: str, stage: Callable[[], Any]) -> Any:
+        """What a stage or a check finds, or its error; no failure stops the others."""
+        if not self.in_time():
+            told(f"{name}: left out, the time is up")
+            return {"error": "left out, the time is up"}
+        try:
+            return stage()
+        except Exception as error:
+            told(f"{name}: {error}")
+            return {"error": str(error), "where": traceback.format_exc().splitlines()[-6:]}
+
     def _save(self) -> None:
         if self.args.json:
             self.args.json.parent.mkdir(parents=True, exist_ok=True)
             self.args.json.write_text(json.dumps(self.measured, indent=1) + "\n")
+
+    def about(self, blending: Remote, plain: Remote) -> dict[str, Any]:
+        """What runs, and what was counted."""
+        del plain
+        found: dict[str, Any] = blending.tell("about")
+        told(f"{found}")
+        return found
 
     def queries(self, blending: Remote, plain: Remote) -> dict[str, Any]:
         """Warm every document up, then the same number of prompts in every way, taking turns."""
@@ -118,6 +140,9 @@ class Bench:
         fills: dict[str, list[float]] = {name: [] for name in HOW}
         cached: dict[str, int] = {}
         for number in range(rounds + 2):  # the first two are not counted: kernels are compiled, clocks rise
+            if number > 4 and not self.in_time(0.8):
+                told(f"queries: {number - 2} rounds instead of {rounds}, the time is short")
+                break
             for name in ways:
                 if name in HOW:
                     answer = blending.ask(prompts.query(), HOW[name])
@@ -159,23 +184,32 @@ class Bench:
             ("ratio 0, the control", 0.0, False),
         ):
             options = {"ratio": ratio, "store": False, "selector": "deviation"}
-            answer = blending.ask(prompt, options, keep="blend", engine_attention=kernel)
-            out[name] = {"cached_tokens": answer["cached"], **blending.tell("difference")}
-            told(f"KV at {name}: rms {max(out[name]['rms_relative']):.2e}, max {max(out[name]['max_relative']):.2e}")
+
+            def compared(options: Options = options, kernel: bool = kernel) -> dict[str, Any]:
+                answer = blending.ask(prompt, options, keep="blend", engine_attention=kernel)
+                return {"cached_tokens": answer["cached"], **blending.tell("difference")}
+
+            row = out[name] = self.tried(f"KV at {name}", compared)
+            if "error" not in row:
+                told(f"KV at {name}: rms {max(row['rms_relative']):.2e}, max {max(row['max_relative']):.2e}")
         return out
 
     def nothing_shared(self, blending: Remote, plain: Remote) -> dict[str, Any]:
         """Time to the first token, and of each further one, of new prompts that both engines are asked in turn."""
         pairs: dict[str, list[tuple[float, float]]] = {"ttft": [], "token": []}
-        for number in range(self.args.pairs + 1):
-            prompt, other = self.prompts.unknown(), self.prompts.unknown()
+        for number in range(self.args.pairs + 1):  # the first pair is not counted
+            if number > 4 and not self.in_time(0.9):
+                told(f"nothing shared: {number - 1} pairs instead of {self.args.pairs}, the time is short")
+                break
+            prompt = self.prompts.unknown()
             both = (plain, blending) if number % 2 else (blending, plain)
-            first = {engine.name: engine.ask(prompt)["ms"] for engine in both}
-            many = {engine.name: engine.ask(other, tokens=65) for engine in both}
+            found = {engine.name: engine.ask(prompt, tokens=self.args.tokens) for engine in both}
+            again = self.prompts.unknown()
+            first = {engine.name: engine.ask(again)["ms"] for engine in reversed(both)}
             if number:
+                pairs["ttft"].append((found["plain"]["first_ms"], found["blendstore"]["first_ms"]))
                 pairs["ttft"].append((first["plain"], first["blendstore"]))
-                each = {name: answer["each_ms"] for name, answer in many.items()}
-                pairs["token"].append((each["plain"], each["blendstore"]))
+                pairs["token"].append((found["plain"]["each_ms"], found["blendstore"]["each_ms"]))
         out = {}
         for name, values in pairs.items():
             out[name] = {
@@ -194,7 +228,7 @@ class Bench:
         for name in ("deviation 0.15", "query 0.10", "none"):
             rows = [blending.ask(self.prompts.query(), HOW[name], parts=True) for _ in range(3)]
             out[name] = {
-                part: [statistics.median(row["parts"][part][i] for row in rows) for i in range(3)]
+                part: [statistics.median(row["parts"].get(part, (0, 0, 0))[i] for row in rows) for i in range(3)]
                 for part in rows[0]["parts"]
             }
             out[name]["whole"] = [statistics.median(row["ms"] for row in rows), 0.0, 1]
@@ -235,14 +269,18 @@ class Remote:
     def close(self) -> None:
         """Stop it."""
         if self._process.is_alive():
-            self._pipe.send(None)
+            with suppress(OSError):
+                self._pipe.send(None)
             self._process.join(20)
             self._process.kill()
 
-    def _receive(self) -> Any:
-        while not self._pipe.poll(1):
+    def _receive(self, longest: float = 300.0) -> Any:
+        until = time.perf_counter() + longest
+        while not self._pipe.poll(0.5):
             if not self._process.is_alive():
                 break
+            if time.perf_counter() > until:
+                self._process.kill()
         else:
             found = self._pipe.recv()
             if not isinstance(found, Exception):
@@ -278,7 +316,12 @@ def serve(pipe: Any, name: str, args: argparse.Namespace, model: Path, log: Path
         try:
             pipe.send(getattr(worker, what)(*arguments, **named))
         except Exception as error:
-            pipe.send(RuntimeError(f"{name}: {what}: {type(error).__name__}: {error}"))
+            traceback.print_exc()
+            where = " < ".join(
+                f"{Path(frame.filename).name}:{frame.lineno}"
+                for frame in traceback.extract_tb(error.__traceback__)[-4:]
+            )
+            pipe.send(RuntimeError(f"{name}: {what}: {type(error).__name__}: {error} ({where})"))
     os._exit(0)  # the engine's threads would be waited for
 
 
@@ -317,8 +360,8 @@ class Worker:
         engine_attention: bool = False,
         parts: bool = False,
     ) -> dict[str, Any]:
-        """``ms`` until the answer of ``tokens`` tokens is here, ``each_ms`` of those after the first, and the tokens
-        that were ``cached``. ``keep`` names the prompt's KV for `difference`."""
+        """``ms`` until the answer of ``tokens`` tokens is here, ``first_ms`` until the first is, ``each_ms`` of those
+        after it, and the tokens that were ``cached``. ``keep`` names the prompt's KV for `difference`."""
         from vllm import SamplingParams
 
         extra = {} if options is None else {"extra_args": {"kv_transfer_params": {"blendstore": options}}}
@@ -332,16 +375,22 @@ class Worker:
             begin = time.perf_counter()
             first = 0.0
             engine.add_request(str(begin), {"prompt_token_ids": prompt}, sampling)
-            while engine.has_unfinished_requests():
-                for done in engine.step():
-                    first = first or time.perf_counter()
-                    out = done if done.finished else out
+            try:
+                while engine.has_unfinished_requests():
+                    for done in engine.step():
+                        first = first or time.perf_counter()
+                        out = done if done.finished else out
+            except Exception:
+                engine.abort_request([str(begin)])
+                raise
+            finally:
+                WATCH["keep"] = ""
             end = time.perf_counter()
-        WATCH["keep"] = ""
         if self.watched:
             self.settle()
         return {
             "ms": (end - begin) * 1e3,
+            "first_ms": (first - begin) * 1e3,
             "each_ms": (end - first) * 1e3 / max(tokens - 1, 1),
             "cached": int(getattr(out, "num_cached_tokens", 0) or 0),
             "fill_ms": WATCH["fill_ms"],
@@ -368,7 +417,6 @@ class Worker:
         from vllm.platforms import current_platform
 
         from blendstore.blend.fused import fallbacks
-        from blendstore_vllm.proof import prove
 
         out: dict[str, Any] = {
             "vllm": vllm.__version__,
@@ -376,21 +424,27 @@ class Worker:
             "device": current_platform.get_device_name() if self.cuda else "cpu",
         }
         connector = WATCH["connector"]
-        serving, runner = connector._serving, connector.runner()
-        proof = prove(serving.model, runner, connector._whole)
+        serving = connector._serving
         out |= {
-            "runner": type(runner).__module__,
+            "runner": type(connector.runner()).__module__,
             "attention": type(serving.model.attentions[0].impl).__name__,
             "cache": [*serving.kv._caches[0].shape, *serving.kv._caches[0].stride()],
             "kernels_replaced": serving.model.kernels.replaced,
             "page_locked": serving.pinned is not None,
-            "proof": [proof.runner_error, proof.rotation_error],
             "counts": dict(serving.metrics.counts),
             "fallbacks": dict(fallbacks),
         }
         if self.cuda:
             out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return out
+
+    def proof(self) -> dict[str, float]:
+        """The errors of the start-up check, run again with the weights that are measured."""
+        from blendstore_vllm.proof import prove
+
+        connector = WATCH["connector"]
+        found = prove(connector._serving.model, connector.runner(), connector._whole)
+        return {"runner_error": found.runner_error, "rotation_error": found.rotation_error}
 
 
 WATCH: dict[str, Any] = {"keep": "", "fill_ms": 0.0}
@@ -530,6 +584,7 @@ def _timed_parts(on: bool, cuda: bool) -> Any:
         ("keep", serve.Serving, "keep"),
         ("keep: gather, start", outgoing.Outgoing, "send"),
     ]
+    places = [place for place in places if hasattr(*place[1:])]
     before = [(owner, name, getattr(owner, name)) for _, owner, name in places]
     for part, owner, name in places:
         setattr(owner, name, timed(part, getattr(owner, name)))
@@ -574,9 +629,17 @@ def table(measured: dict[str, Any]) -> str:
             row = query[name]
             blend = f"  blend {row['blend_ms']:7.1f} ms" if "blend_ms" in row else ""
             lines.append(f"{name:>16} {row['ttft_ms']:8.1f} ms {row['speedup']:6.2f}x{blend}")
+    for name, found in measured.items():
+        if isinstance(found, dict) and "error" in found:
+            lines.append(f"{name}: {found['error']}")
     for name, row in measured.get("kv", {}).items():
+        if not isinstance(row, dict) or "rms_relative" not in row:
+            lines.append(f"KV, {name}: {row}")
+            continue
         lines.append(f"KV, {name}: rms {max(row['rms_relative']):.1e}, max {max(row['max_relative']):.1e}")
     for name, row in measured.get("nothing shared", {}).items():
+        if not isinstance(row, dict):
+            continue
         times = f"{row['plain_ms']:.2f} -> {row['blendstore_ms']:.2f} ms"
         lines.append(f"nothing shared, {name}: {times}, ratio {row['ratio']:.4f}")
     return "\n".join(lines)
@@ -593,9 +656,10 @@ def _arguments() -> argparse.Namespace:
     add("--known", type=int, default=10, help="documents that are warmed up (default: 10)")
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
     add("--pairs", type=int, default=8, help="pairs of prompts that share nothing (default: 8)")
+    add("--tokens", type=int, default=257, help="of each answer whose decoding is timed (default: 257)")
     add("--store-gib", type=float, default=12.0, help="memory of the store (default: 12)")
     add("--cache-gib", type=float, default=8.0, help="memory of each engine's KV cache (default: 8)")
-    add("--limit", type=float, default=240.0, help="seconds after which no stage begins (default: 240)")
+    add("--limit", type=float, default=240.0, help="seconds after which nothing begins (default: 240)")
     add("--seed", type=int, default=0)
     add("--logs", type=Path, metavar="FOLDER", help="where the engines' logs stay")
     add("--json", type=Path, metavar="FILE")
