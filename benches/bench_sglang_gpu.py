@@ -82,9 +82,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         if args.plain:
             engines.append(start(args, folder / "model", "plain-bench", 31000))
-        measured["query"] = measure_queries(engines[0], prompts, args, log)
-        measured["kv"] = compare_kv(engines[0], prompts, log)
-        measured["synchronisations"] = find_waits(engines[0], prompts, log)
+        if args.only is None:
+            measured["query"] = measure_queries(engines[0], prompts, args, log)
+            measured["kv"] = compare_kv(engines[0], prompts, log)
+            measured["synchronisations"] = find_waits(engines[0], prompts, log)
         if args.plain:
             measured["nothing shared"] = measure_nothing_shared(engines, prompts, args)
     finally:
@@ -196,7 +197,11 @@ def compare_kv(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
     prompt = prompts.query()
     flush(engine)
     ask(engine, prompt, NO_REUSE, request="check own")
-    ways = {"1.0": {"ratio": 1.0}, "0.15": {"ratio": 0.15}, "0": {"selector": "none", "ratio": 0.0}}
+    ways: dict[str, dict[str, object]] = {
+        "1.0": {"ratio": 1.0},
+        "0.15": {"ratio": 0.15},
+        "0": {"selector": "none", "ratio": 0.0},
+    }
     for name, options in ways.items():
         flush(engine)  # or the engine's own prefix cache would answer
         ask(engine, prompt, {**options, "store": False}, request=f"check {name}")
@@ -221,25 +226,27 @@ def find_waits(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
 
 
 def measure_nothing_shared(engines: list[Any], prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first token, and of each further one, of new prompts asked one by one: pairs of the two servers."""
+    """Time to the first token of new prompts, and of each further one of the same answer: pairs of the two servers, of
+    which one is asked at a time and then the other, each first in every second pair."""
     first: list[list[float]] = [[], []]
     each: list[list[float]] = [[], []]
     for number in range(args.rounds + 2):
         if number >= 5 and time.perf_counter() - args.begun > args.seconds:
             break
         for which in (0, 1) if number % 2 else (1, 0):
-            one, _ = ask(engines[which], prompts.unknown())
-            many, _ = ask(engines[which], prompts.unknown(), tokens=65)
+            at = stream(engines[which], prompts.unknown(), args.tokens if number >= 2 else 9)
             if number >= 2:
-                first[which].append(one)
-                each[which].append((many - one) / 64)
-    out: dict[str, Any] = {"pairs": len(first[0])}
+                first[which].append(at[0])
+                each[which].append((at[-1] - at[0]) / (len(at) - 1))
+    out: dict[str, Any] = {"pairs": len(first[0]), "tokens": args.tokens}
     for name, (blend, plain) in (("ttft", first), ("token", each)):
+        pairs = sorted(b / p for b, p in zip(blend, plain, strict=True))
         out[name] = {
             "plain_ms": statistics.median(plain),
             "blendstore_ms": statistics.median(blend),
             "ratio": statistics.median(blend) / statistics.median(plain),
-            "median_of_pairs": statistics.median(b / p for b, p in zip(blend, plain, strict=True)),
+            "median_of_pairs": statistics.median(pairs),
+            "pairs": pairs,
             "all_plain_ms": plain,
             "all_blendstore_ms": blend,
         }
@@ -248,6 +255,19 @@ def measure_nothing_shared(engines: list[Any], prompts: Prompts, args: argparse.
 
 def report(measured: Mapping[str, Any]) -> None:
     """A short table, last of all."""
+    if "query" in measured:
+        report_queries(measured)
+    for name in ("ttft", "token") if "nothing shared" in measured else ():
+        row = measured["nothing shared"][name]
+        print(
+            f"nothing shared, {name}: plain {row['plain_ms']:.2f} ms, blendstore {row['blendstore_ms']:.2f} ms, "
+            f"ratio {row['ratio']:.4f}, median of pairs {row['median_of_pairs']:.4f} "
+            f"[{row['pairs'][0]:.4f}, {row['pairs'][-1]:.4f}]"
+        )
+
+
+def report_queries(measured: Mapping[str, Any]) -> None:
+    """What is about documents that are known."""
     query = measured["query"]
     ways = ["no reuse", *HOW]
     print(f"\n{query['prompt_tokens']} tokens; medians in ms; TTFT, and against no reuse")
@@ -269,12 +289,6 @@ def report(measured: Mapping[str, Any]) -> None:
         shown = ", ".join(f"layer {i} {row['k_rms'][i]:.2e} / {row['v_rms'][i]:.2e}" for i in some)
         print(f"      ratio {name}: {shown}; max abs {max(row['k_max'] + row['v_max']):.3g}; {row.get('served')}")
     print("\nwaits of the host in a blend: " + json.dumps(measured["synchronisations"]))
-    for name in ("ttft", "token") if "nothing shared" in measured else ():
-        row = measured["nothing shared"][name]
-        print(
-            f"nothing shared, {name}: plain {row['plain_ms']:.2f} ms, blendstore {row['blendstore_ms']:.2f} ms, "
-            f"ratio {row['ratio']:.4f}, median of pairs {row['median_of_pairs']:.4f}"
-        )
 
 
 def flush(engine: Any) -> None:
@@ -287,16 +301,23 @@ def ask(
     engine: Any,
     prompt: list[int],
     options: Mapping[str, object] | None = None,
-    tokens: int = 1,
     request: str | None = None,
 ) -> tuple[float, int]:
-    """(milliseconds until the answer of ``tokens`` tokens is here, tokens that the engine calls cached)."""
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    """(milliseconds until the answer of one token is here, tokens that the engine calls cached)."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     if options is not None:
         sampling["custom_params"] = {"blendstore": dict(options)}
     begin = time.perf_counter()
     answer = engine.generate(input_ids=prompt, sampling_params=sampling, **({"rid": request} if request else {}))
     return (time.perf_counter() - begin) * 1e3, int(answer["meta_info"]["cached_tokens"])
+
+
+def stream(engine: Any, prompt: list[int], tokens: int) -> list[float]:
+    """Milliseconds after which each of ``tokens`` tokens was here."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    begin = time.perf_counter()
+    chunks = engine.generate(input_ids=prompt, sampling_params=sampling, stream=True)
+    return [(time.perf_counter() - begin) * 1e3 for _ in chunks]
 
 
 def start(args: argparse.Namespace, model: Path, backend: str, port: int) -> Any:
@@ -406,12 +427,13 @@ def _watched(context: Any) -> Any:
     from blendstore_sglang.serve import Serving
 
     _draw(context.tp_worker.model_runner.model)
+    watched: Any = Serving
     cache = make(context)
     watch = Watch(cache, Path(os.environ["BENCH_SGLANG_LOG"]))
     cache.match_prefix = watch.around(cache.match_prefix, "match", None)
     cache.init_load_back = watch.around(cache.init_load_back, "load", "loaded")
     cache.prompt_complete = watch.completing(cache.prompt_complete)
-    fill, told = Serving.fill, Serving.report
+    fill, told = watched.fill, watched.report
 
     def filled(serving: Any, outlook: Any, tenant: Any, *rest: Any) -> None:
         watch.stamp(tenant.name, "fill")
@@ -423,7 +445,7 @@ def _watched(context: Any) -> Any:
         told(serving, served)
         watch.tell("served", served.request, **{k: v for k, v in asdict(served).items() if k != "request"})
 
-    Serving.fill, Serving.report = filled, reported
+    watched.fill, watched.report = filled, reported
     return cache
 
 
@@ -529,6 +551,8 @@ def _arguments() -> argparse.Namespace:
     add("--document-length", type=int, default=3000, help="tokens (default: 3000)")
     add("--known", type=int, default=10, help="documents that are warmed up (default: 10)")
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
+    add("--tokens", type=int, default=257, help="of each answer when nothing is shared (default: 257)")
+    add("--only", choices=["nothing-shared"], help="measure no more than that")
     add("--store-gib", type=float, default=16.0, help="memory of the store (default: 16)")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=255.0, help="no new pair of servers' prompts after that (default: 255)")
