@@ -80,8 +80,11 @@ def prove_geometry(model: EngineModel, prefill: Prefill, *, vocabulary: int, tok
 
 
 def tolerance(dtype: torch.dtype, layer: int) -> float:
-    """Largest error, relative to the layer's largest K or V, that still counts as rounding. Half-precision residuals are
-    rounded in every layer, so that errors add up like a random walk; what a wrong rotation does is many times as much."""
+    """Largest error, relative to the layer's largest K or V, that still counts as rounding.
+
+    Half-precision residuals are rounded in every layer, so that errors add up like a random walk; what a wrong rotation
+    does is many times as much.
+    """
     grown = (1 + layer / 8) ** 0.5 if dtype in _ROUNDED else 1.0
     return _TOLERANCE.get(dtype, 6e-2) * grown
 
