@@ -286,6 +286,17 @@ def test_demo_compares_all_ways_on_the_same_prompts(
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_demo_asks_one_question_a_prompt() -> None:
+    """A selector looks at the rows of the question: further questions within the answer would not be among them."""
+    asked = demo.questions(ByteTokenizer(), 6, 0)
+    assert [prompt.kind for prompt in asked] == ["fact", "split", "coref"] * 2
+    for prompt in asked:
+        assert len(prompt.documents) == 9 and len(prompt.ids) >= 2_000
+        ((start, stop),) = prompt.answer_spans
+        assert (start, stop) == (0, len(prompt.answer))
+        assert ByteTokenizer().decode(prompt.answer).strip().isdigit()
+
+
 def _demo(tmp_path: Path, *given: str) -> tuple[int, list[dict[str, Any]]]:
     file = tmp_path / "demo.json"
     status = demo.main([*given, f"--json={file}", f"--plot={tmp_path / 'demo.png'}"])

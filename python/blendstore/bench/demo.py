@@ -1,7 +1,8 @@
 """``python -m blendstore.bench.demo`` (``make demo``): the main job on a real model, in a few minutes on a laptop.
 
-Multi-document questions over real prose: nine documents, a fact hidden in each, every fact asked for. The documents' KV
-is in the store; every way of answering gets the same prompts, teacher-forced: time and quality stand side by side.
+Multi-document questions over real prose: nine documents with facts hidden in them, within one document or over two, and
+one question. The documents' KV is in the store; every way of answering gets the same prompts, teacher-forced: time and
+quality stand side by side.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from blendstore.bench.stats import Bootstrap
 from blendstore.flags import CommandParser, positive
 
 DOCUMENTS = 9
+KINDS = ("fact", "split", "coref")
 LEAST_TOKENS = 2_000
 INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 
@@ -85,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the demo."""
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m or a folder (default: smollm2)")
     parser.add_argument(
-        "--prompts", type=positive, default=10, help=f"prompts of at least {LEAST_TOKENS:,} tokens (default: 10)"
+        "--prompts", type=positive, default=12, help=f"prompts of at least {LEAST_TOKENS:,} tokens (default: 12)"
     )
     parser.add_argument(
         "--time-limit",
@@ -142,9 +144,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def questions(tokenizer: prompts.Tokenizer, count: int, first_seed: int) -> list[prompts.Prompt]:
-    """Prompts of nine documents with a fact in each; drawn texts that are too short are passed over."""
-    drawn = (prompts.build(tokenizer, "fact", seed, documents=DOCUMENTS) for seed in itertools.count(first_seed))
-    return list(itertools.islice((prompt for prompt in drawn if len(prompt.ids) >= LEAST_TOKENS), count))
+    """Prompts of nine documents, one question each, kinds in turn; drawn texts that are too short are passed over."""
+    drawn = (
+        prompts.build(tokenizer, kind, seed, documents=DOCUMENTS)
+        for seed in itertools.count(first_seed)
+        for kind in KINDS
+    )
+    return list(itertools.islice((_first_question(p) for p in drawn if len(p.ids) >= LEAST_TOKENS), count))
+
+
+def _first_question(prompt: prompts.Prompt) -> prompts.Prompt:
+    """The prompt's answer goes on with further questions, which would not be among the rows that a selector sees."""
+    first = prompt.answer_spans[:1]
+    return replace(prompt, answer=prompt.answer[: first[0][1]], answer_spans=first)
 
 
 def measure_all(engine: Answering[Any], todo: Sequence[prompts.Prompt], time_limit_s: float) -> Measured:
