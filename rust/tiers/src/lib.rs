@@ -12,6 +12,7 @@ mod store;
 pub mod tier;
 mod writes;
 
+pub use disk::{Disk, DiskOptions};
 pub use loads::{LoadStats, Outcome, Ticket};
 pub use meter::{Meter, TierStats};
 pub use store::{Level, Options, TieredStore};
