@@ -6,6 +6,7 @@ releases the GIL. A miss never raises; a wrong value raises ``StoreError``, an o
 """
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any, Final, TypeAlias, final
 
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ __all__ = [
     "Reservation",
     "Store",
     "StoreError",
+    "Ticket",
+    "Tier",
     "__version__",
 ]
 
@@ -183,9 +186,44 @@ class Event:
     def sequence(self) -> int: ...
 
 @final
+class Tier:
+    """A place for records below memory, to be given to one `Store`."""
+
+    @staticmethod
+    def disk(
+        directories: Sequence[str | PathLike[str]], *, capacity_bytes: int, direct: bool = True, io_uring: bool = True
+    ) -> Tier:
+        """Append-only files in these directories, which are made if need be; one process at a time may use them.
+
+        ``capacity_bytes`` is for all of them together. ``direct`` bypasses the page cache and ``io_uring`` is used where the
+        system lets us. Raises ``StoreError`` when a directory can't be used."""
+    @property
+    def name(self) -> str: ...
+
+@final
+class Ticket:
+    """Chunks on their way from lower tiers into memory. What was loaded stays there while the ticket lives; dropping it ends
+    its interest in the rest."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait, GIL released, until nothing is pending; whether that is so."""
+    def poll(self) -> bool:
+        """Whether nothing is pending."""
+    def fileno(self) -> int:
+        """A file descriptor that becomes readable when nothing is pending, for ``select`` and ``loop.add_reader``. It is the
+        ticket's own: don't read from it, don't close it."""
+    @property
+    def outcomes(self) -> bytes:
+        """One byte per key: 0 pending, 1 was in memory, 2 loaded, 3 in no tier, 4 cancelled."""
+    def cancel(self) -> None: ...
+    def __enter__(self) -> Ticket: ...
+    def __exit__(self, *exc: object) -> None:
+        """Cancels what is pending."""
+
+@final
 class Store:
-    """Chunk store in memory. Thread safe; reads never take a lock. Not for a child of ``fork``: a lock that another thread
-    held at that moment stays locked there."""
+    """Chunk store in memory, with tiers below it. Thread safe; reads of memory never take a lock. Not for a child of
+    ``fork``: a lock that another thread held at that moment stays locked there."""
 
     def __new__(
         cls,
@@ -197,8 +235,10 @@ class Store:
         lease_timeout_s: float = 60.0,
         reserve_wait_s: float = 0.05,
         events_capacity: int = 4096,
+        tiers: Sequence[Tier] = (),
     ) -> Store:
-        """``policy`` is ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). Raises ``StoreError`` that names the
+        """``policy`` is ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). ``tiers`` are below memory, the fastest
+        first: what is committed is written to each of them behind the commit. Raises ``StoreError`` that names the
         argument, its value and the accepted form."""
     def lookup(self, keys: _Buffer) -> Lease:
         """Packed 32-byte keys."""
@@ -233,12 +273,26 @@ class Store:
 
         Candidates come from a keyed rolling fingerprint and are confirmed by the tokens themselves; a match is extended
         token by token to both sides along the chain, to the unfull tail. ``HEAD`` records are not matched."""
+    def prefetch(self, namespace: Namespace, keys: _Buffer) -> Ticket:
+        """Start loading the chunks that are not in memory from the tiers that have them. Keys that are on their way already
+        are not loaded twice. Every record is proved to be the one that its key names."""
+    def tier_of(self, keys: _Buffer) -> bytes:
+        """Number of the fastest place of each key: 0 memory, 1 the first tier, …, 255 none that is known cheaply."""
+    def flush(self, timeout_s: float) -> bool:
+        """Wait, GIL released, until everything committed is written to the tiers; whether it is."""
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, the fastest first."""
+    def tier_stats(self) -> dict[str, dict[str, int]]:
+        """Counters and gauges of each tier by its name (gets, hits, misses, puts, dropped, evicted, records, bytes_used,
+        bytes_capacity, bytes_read, bytes_written, queued, queued_bytes, get_nanoseconds, put_nanoseconds, error_KIND), and of
+        loading under ``loads`` (requested, loaded, missed, coalesced, cancelled, refused, in_flight)."""
     def touch(self, keys: _Buffer) -> None: ...
     def pin(self, keys: _Buffer) -> int:
         """Pin until ``unpin``; returns how many were found."""
     def unpin(self, keys: _Buffer) -> int: ...
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Drop every chunk (of one namespace); returns how many. Pinned bytes stay readable until released."""
+        """Drop every chunk (of one namespace), in the tiers too; returns how many there were in memory. Pinned bytes stay readable until released."""
     def events(self, limit: int = 1024) -> tuple[list[Event], int]:
         """Oldest events not yet read, and how many were lost because nobody read them in time."""
     @property
@@ -248,4 +302,5 @@ class Store:
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges: chunks, bytes_used, bytes_capacity, bytes_pinned, leases, reservations, lookups, hits, misses,
         stored, replaced, evicted, aborted, rejected_full, expired_leases, matches, metadata_bytes."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is queued for the tiers (for at most 5 s), close them, and drop every chunk in memory."""

@@ -26,7 +26,7 @@ from blendstore.forms import (
     Rejected,
     float_list,
     int_list,
-    local_path,
+    local_paths,
     mapping,
     number,
     one_of,
@@ -76,8 +76,9 @@ _POLICIES = {name: name for name in ("lru", "lfu", "fifo", "s3-fifo", "sieve")} 
     "s3fifo": "s3-fifo",
     "s3_fifo": "s3-fifo",
 }
-_DIRECTORY = optional(local_path())
+_DIRECTORIES = optional(local_paths())
 _LEAST_MEMORY = 512
+_LEAST_DISK = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -86,7 +87,7 @@ class Config:
 
     # Store
     chunk_size: int = _key(256, whole(1, 65536), "tokens of a chunk, the unit of storage")
-    local_cpu: bool = _key(True, switch(), "keep records in memory")
+    local_cpu: bool = _key(True, switch(), "keep records in memory; false: memory is a buffer above a lower tier")
     max_local_cpu_size: float = _key(5.0, number(0, 2047, above=True), "memory for records, in GiB (2**30 bytes)")
     cache_policy: str = _key("s3-fifo", one_of(_POLICIES), "eviction policy")
     save_unfull_chunk: bool = _key(False, switch(), "store the last, shorter chunk of a segment; forced by blending")
@@ -94,6 +95,13 @@ class Config:
         "blake3", one_of({"blake3": "blake3", "builtin": "blake3"}), "keys are always BLAKE3; builtin is read as that"
     )
     tenant_salt: str = _key("", text(), "secret that separates tenants and keys every hash", secret=True)
+
+    # Tiers below memory
+    local_disk: tuple[Path, ...] | None = _key(None, _DIRECTORIES, "directory of the disk tier, or several")
+    max_local_disk_size: float = _key(0.0, number(0), "disk for records, in GiB, all directories together")
+    tier_wait_ms: float = _key(
+        200.0, number(0), "milliseconds that a prompt waits for its records from lower tiers; later ones find them"
+    )
 
     # Blending
     enable_blending: bool = _key(False, switch(), "reuse documents at any position")
@@ -130,8 +138,6 @@ class Config:
 
     # Not built yet
     save_decode_cache: bool = _key(False, switch(), "store generated tokens", built=False)
-    local_disk: Path | None = _key(None, _DIRECTORY, "directory of the disk tier", built=False)  # noqa: RUF009
-    max_local_disk_size: float = _key(0.0, number(0), "disk for records, in GiB", built=False)
     remote_url: str | None = _key(None, optional(text()), "protocol://host:port of the remote tier", built=False)
     remote_serde: str = _key("naive", one_of({s: s for s in ("naive", "cachegen", "lossless")}), "format", built=False)
     enable_p2p: bool = _key(False, switch(), "share with peers", built=False)
@@ -236,6 +242,11 @@ class Config:
         """`max_local_cpu_size` in bytes."""
         return int(self.max_local_cpu_size * 2**30)
 
+    @property
+    def max_local_disk_bytes(self) -> int:
+        """`max_local_disk_size` in bytes."""
+        return int(self.max_local_disk_size * 2**30)
+
     def as_dict(self, redact: bool = True) -> dict[str, Any]:
         """Key → value in the types of JSON and YAML; secrets replaced by ``***`` unless ``redact`` is false."""
         return {name: _plain(name, getattr(self, name), redact) for name, _ in _keys()}
@@ -258,9 +269,18 @@ class Config:
         separates = self.segmenter == "separator" or (self.segmenter == "auto" and self.enable_blending)
         for wrong, message in (
             (
-                not self.local_cpu,
-                "local_cpu: false leaves nowhere to store, because memory is the only tier of this version; "
-                "to turn caching off, start the engine without blendstore",
+                not self.local_cpu and self.local_disk is None,
+                "local_cpu: false leaves nowhere to store; give a lower tier (local_disk), or, to turn caching off, "
+                "start the engine without blendstore",
+            ),
+            (
+                self.max_local_disk_bytes < _LEAST_DISK * len(self.local_disk or ()),
+                f"max_local_disk_size: {self.max_local_disk_size} GiB is no room for local_disk "
+                f"{', '.join(map(str, self.local_disk or ()))}; give at least 2 MiB (0.002) for each directory",
+            ),
+            (
+                len(set(self.local_disk or ())) < len(self.local_disk or ()),
+                f"local_disk: {', '.join(map(str, self.local_disk or ()))} names a directory twice; give each once",
             ),
             (
                 self.max_local_cpu_bytes < _LEAST_MEMORY,
@@ -477,7 +497,8 @@ def _redacted(value: object) -> object:
 def _plain(name: str, value: object, hide: bool) -> object:
     if hide and _about(name)["secret"] and value:
         return "***"
-    value = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        value = [str(item) if isinstance(item, Path) else item for item in value]
     return _redacted(value) if hide else value
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "float_list",
     "int_list",
     "local_path",
+    "local_paths",
     "mapping",
     "number",
     "one_of",
@@ -222,6 +223,17 @@ def local_path(env: Mapping[str, str] | None = None) -> Form[Path]:
         return Path(value)
 
     return Form("an absolute directory: /x, file:///x, ~/x or $NAME/x", read)
+
+
+def local_paths(env: Mapping[str, str] | None = None) -> Form[tuple[Path, ...]]:
+    """One directory or several, each as `local_path` reads it."""
+    one = local_path(env)
+    several = _several(one, "")
+
+    def read(raw: object) -> tuple[Path, ...]:
+        return several.read([raw] if isinstance(raw, Path) else raw)
+
+    return Form(f"{one.accepted}; or a list or a comma string of them", read)
 
 
 def _word(raw: object) -> str:

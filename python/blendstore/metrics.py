@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 KINDS = ("prefix", "exact", "reused", "recomputed", "fresh")
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STORE_GAUGES = ("bytes_used", "bytes_capacity", "bytes_pinned", "chunks")
+_TIER_GAUGES = ("records", "bytes_used", "bytes_capacity", "queued", "queued_bytes", "in_flight")
 _STORE_COUNTERS = ("lookups", "hits", "stored", "evicted", "rejected_full")
 
 
@@ -77,6 +78,24 @@ class ServingMetrics:
             if grown > 0:
                 self._seen[name] += grown
                 self._exported["store_events"].labels(self._rank, name).inc(grown)
+        for tier, counts in store.tier_stats().items():
+            for name, count in counts.items():
+                self._tier(tier, name, count)
+
+    def _tier(self, tier: str, name: str, count: int) -> None:
+        if name in _TIER_GAUGES:
+            self._exported["tier"].labels(self._rank, tier, name).set(count)
+            return
+        seen = f"{tier} {name}"
+        grown = count - self._seen[seen]
+        if grown <= 0:
+            return
+        self._seen[seen] += grown
+        operation = name.removesuffix("_nanoseconds")
+        if operation != name:
+            self._exported["tier_seconds"].labels(self._rank, tier, operation).inc(grown / 1e9)
+        else:
+            self._exported["tier_events"].labels(self._rank, tier, name).inc(grown)
 
 
 _exported: dict[str, Any] = {}
@@ -106,5 +125,17 @@ def _registered() -> dict[str, Any]:
                 "blendstore_store", "Gauges of the store by name.", [*rank, "gauge"], multiprocess_mode="mostrecent"
             ),
             store_events=Count("blendstore_store_events", "Counters of the store by name.", [*rank, "event"]),
+            tier=Gauge(
+                "blendstore_tier",
+                "Gauges of the tiers below memory by name.",
+                [*rank, "tier", "gauge"],
+                multiprocess_mode="mostrecent",
+            ),
+            tier_events=Count(
+                "blendstore_tier_events", "Counters of the tiers below memory by name.", [*rank, "tier", "event"]
+            ),
+            tier_seconds=Count(
+                "blendstore_tier_seconds", "Time in reads and writes of a tier.", [*rank, "tier", "operation"]
+            ),
         )
     return _exported

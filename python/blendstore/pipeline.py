@@ -7,6 +7,7 @@ later, when its copies have finished.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +17,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from ._core import ChunkMeta, Lease, Match, Namespace, Reservation, Store
+from ._core import ChunkMeta, Lease, Match, Namespace, Reservation, Store, Ticket
 from .config import Config
 from .options import RequestOptions
 from .plan import BlendPlan, Candidate, SpanKind, build_plan
@@ -29,6 +30,7 @@ _KEY = 32
 # Documents that a record can list as standing before it: 32 KiB. What stands behind more is not stored.
 _MOST_BEFORE = 1024
 _NOWHERE = bytes(_KEY)
+_LATE = 16
 Tokens = NDArray[np.uint32]
 
 
@@ -153,6 +155,8 @@ class Pipeline:
         self._store, self._config = store, config
         self._namespace_of = lru_cache(maxsize=1024)(namespace)
         self._bytes_per_token, self._separators = bytes_per_token, separators
+        self._late: deque[Ticket] = deque(maxlen=_LATE)
+        """Loads that took longer than their prompt could wait: a later prompt finds what they bring."""
 
     def namespace(self, options: RequestOptions) -> Namespace:
         """The namespace of the request's tenant."""
@@ -220,8 +224,12 @@ class Pipeline:
     def _look_up(self, prepared: Prepared, *, matching: bool) -> list[tuple[Candidate, int]]:
         """(candidate, provenance) of each record of the prompt's segments and, with ``matching``, of other places."""
         bounds = prepared.segmentation.bounds
+        ticket = self._fetch(prepared, bounds)
         lease = self._store.lookup_segments(prepared.namespace, prepared.tokens, bounds, head=True)
         prepared.leases.append(lease)
+        if ticket is not None and not ticket.poll():
+            self._late.append(ticket)
+        del ticket  # the lease pins what it brought
         hits: list[_Hit] = []
         for at, (start, group) in enumerate(_chunk_starts(bounds, self._config.chunk_size)):
             meta = lease.meta(at)
@@ -241,6 +249,15 @@ class Pipeline:
         prepared.told = [_told(hit.meta) for hit in hits]
         exact = _exact(prepared.namespace, prepared.tokens, hits)
         return [(hit.candidate(chunk, exact[chunk]), hit.meta.provenance) for chunk, hit in enumerate(hits)]
+
+    def _fetch(self, prepared: Prepared, bounds: NDArray[np.int64]) -> Ticket | None:
+        """Have lower tiers bring the prompt's records, and wait for them within the configured time."""
+        if not self._store.tiers:
+            return None
+        keys = prepared.namespace.segment_keys(prepared.tokens, bounds, chunk_size=self._config.chunk_size, head=True)
+        ticket = self._store.prefetch(prepared.namespace, keys)
+        ticket.wait(self._config.tier_wait_ms / 1e3)
+        return ticket
 
     def _reusable(self, provenance: int) -> bool:
         """Whether such records may be reused behind another context."""

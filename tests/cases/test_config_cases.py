@@ -146,8 +146,15 @@ def test_case_o02_what_is_no_path_is_an_error(wrong: object) -> None:
 def test_case_o02_the_reason_reaches_the_user() -> None:
     with pytest.raises(ConfigError, match=r"local_disk: 'x/y' \(argument\) is not an absolute directory.*relative"):
         Config.load(env={}, overrides={"local_disk": "x/y"})
-    with pytest.raises(ConfigError, match=r"local_disk: '/x' .*not available in this version.*null"):
-        Config.load(env={}, overrides={"local_disk": "file:///x"})
+    size = {"max_local_disk_size": 1}
+    several = Config.load(env={"HOME": "/home/u"}, overrides={"local_disk": "file:///x, /y", **size})
+    assert several.local_disk == (Path("/x"), Path("/y"))
+    with pytest.raises(ConfigError, match=r"local_disk: 'file://x' .*host.*three slashes"):
+        Config.load(env={}, overrides={"local_disk": "file://x", **size})
+    with pytest.raises(ConfigError, match="names a directory twice"):
+        Config.load(env={}, overrides={"local_disk": ["/x", "file:///x"], **size})
+    with pytest.raises(ConfigError, match=r"max_local_disk_size: 0\.0 GiB is no room for local_disk /x"):
+        Config.load(env={}, overrides={"local_disk": "/x"})
 
 
 def test_case_o02_passwords_in_urls_are_redacted_in_every_error(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_config_check_lists_every_fault_of_a_file(tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("blendstore: ") for line in lines)
     named = [line.removeprefix("blendstore: ").split(":")[0].split()[0] for line in lines]
-    assert named == ["chunk_sise", "chunk_size", "enable_controller", "blend_check_layers", "local_cpu", "local_disk"]
+    assert named == ["chunk_sise", "chunk_size", "enable_controller", "blend_check_layers", "max_local_disk_size"]
     assert cli.main(["config", "check", "--json", str(file)]) == 2
     captured = capsys.readouterr()
     told = json.loads(captured.out)

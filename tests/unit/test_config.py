@@ -187,7 +187,7 @@ def test_wrong_values_are_refused_with_the_accepted_form(given: dict[str, object
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"local_cpu": False}, "only tier"),
+        ({"local_cpu": False}, "leaves nowhere to store.*local_disk"),
         ({"blend_check_layers": [1, 4, 8], "blend_recompute_ratios": [0.3, 0.2]}, "has 2 values.*has 3"),
         ({"blend_check_layers": [4, 1]}, "must ascend"),
         ({"blend_check_layers": [1, 1]}, "must ascend"),
@@ -230,8 +230,6 @@ def test_policies_keep_the_references_names(policy: str, read: str) -> None:
 
 ON = {
     "save_decode_cache": True,
-    "local_disk": "file:///var/cache/blendstore",
-    "max_local_disk_size": 10,
     "remote_url": "redis://localhost:6379",
     "remote_serde": "cachegen",
     "enable_p2p": True,

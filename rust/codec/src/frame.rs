@@ -377,7 +377,7 @@ impl<'a> Head<'a> {
         };
         let (head_len, payload_len) = (u64::from(u32_at(fixed, 12)), u64_at(fixed, 40));
         same("the head", lengths.head(), head_len)?;
-        let whole = head_len.checked_add(payload_len).unwrap_or(u64::MAX);
+        let whole = head_len.saturating_add(payload_len);
         same("the frame", whole, u64_at(fixed, 16))?;
         if header.codec == Codec::RAW {
             same("the payload", header.raw_len(), payload_len)?;

@@ -40,3 +40,8 @@ pub(crate) fn refuse(
         accepted: accepted.into(),
     })
 }
+
+/// The exception for what the operating system refuses.
+pub(crate) fn failed(error: &std::io::Error) -> PyErr {
+    StoreError::new_err(error.to_string())
+}

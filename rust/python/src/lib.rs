@@ -8,11 +8,14 @@ mod error;
 mod event;
 mod input;
 mod lease;
+mod logging;
 mod matches;
 mod namespace;
 mod record_buffer;
 mod reservation;
 mod store;
+mod ticket;
+mod tier;
 
 use pyo3::prelude::*;
 
@@ -32,5 +35,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reservation::Reservation>()?;
     module.add_class::<matches::Match>()?;
     module.add_class::<event::Event>()?;
+    module.add_class::<tier::Tier>()?;
+    module.add_class::<ticket::Ticket>()?;
+    logging::install();
     module.add_class::<store::Store>()
 }

@@ -2,29 +2,49 @@
 
 use std::time::Duration;
 
-use blendstore_core::{Options, Request, Store as Core};
+use blendstore_core::{Options, Request, Store as Memory};
+use blendstore_tiers::{Options as TierOptions, TieredStore};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::error::{raise, refuse};
+use crate::error::{failed, raise, refuse};
 use crate::event::Event;
 use crate::input::{self, Input, byte, count};
 use crate::lease::Lease;
 use crate::matches::Match;
 use crate::namespace::Namespace;
 use crate::reservation::Reservation;
+use crate::ticket::Ticket;
+use crate::tier::Tier;
 
-/// Chunk store in memory. Thread safe; reads never take a lock.
-#[pyclass(frozen, module = "blendstore._core")]
-pub(crate) struct Store(Core);
+/// Chunk store in memory, with tiers below it. Thread safe; reads of memory never take a lock.
+#[pyclass(frozen, weakref, module = "blendstore._core")]
+pub(crate) struct Store(Option<TieredStore>);
+
+impl Store {
+    fn core(&self) -> &TieredStore {
+        self.0.as_ref().expect("there until drop")
+    }
+}
+
+impl Drop for Store {
+    /// Ending a tier waits for its threads, which may be waiting for the GIL to log a line.
+    fn drop(&mut self) {
+        let store = self.0.take();
+        if store.as_ref().is_some_and(TieredStore::has_tiers) {
+            let mut store = Some(store);
+            Python::try_attach(|py| py.detach(|| drop(store.take())));
+        }
+    }
+}
 
 #[pymethods]
 impl Store {
     #[new]
     #[pyo3(signature = (
         *, capacity_bytes, chunk_size = 256, policy = "s3-fifo", max_chunks = None, lease_timeout_s = 60.0,
-        reserve_wait_s = 0.05, events_capacity = 4096,
-    ))]
+        reserve_wait_s = 0.05, events_capacity = 4096, tiers = Vec::new(),
+    ), text_signature = "(*, capacity_bytes, chunk_size=256, policy='s3-fifo', max_chunks=None, lease_timeout_s=60.0, reserve_wait_s=0.05, events_capacity=4096, tiers=())")]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python class")]
     fn new(
         py: Python<'_>,
@@ -35,6 +55,7 @@ impl Store {
         lease_timeout_s: f64,
         reserve_wait_s: f64,
         events_capacity: i64,
+        tiers: Vec<Py<Tier>>,
     ) -> PyResult<Self> {
         let options = Options {
             capacity_bytes: count("capacity_bytes", capacity_bytes)?,
@@ -47,13 +68,19 @@ impl Store {
             reserve_wait: seconds("reserve_wait_s", reserve_wait_s)?,
             events_capacity: count("events_capacity", events_capacity)?,
         };
-        py.detach(|| Core::open(options)).map(Self).map_err(raise)
+        let levels = tiers.iter().map(|tier| tier.get().level()).collect();
+        let opened = py.detach(|| {
+            let memory = Memory::open(options).map_err(raise)?;
+            TieredStore::new(memory, levels, &TierOptions::default())
+                .map_err(|error| failed(&error))
+        });
+        Ok(Self(Some(opened?)))
     }
 
     fn lookup(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Lease> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
-        Ok(Lease(py.detach(|| self.0.lookup(keys))))
+        Ok(Lease(py.detach(|| self.core().lookup(keys))))
     }
 
     #[pyo3(signature = (namespace, tokens, bounds, *, head = false))]
@@ -68,7 +95,7 @@ impl Store {
         let tokens = Input::new("tokens", tokens)?;
         let bounds = input::bounds(bounds)?;
         let lease = py.detach(|| {
-            self.0
+            self.core()
                 .lookup_segments(&namespace.0, tokens.as_slice(), &bounds, head)
         });
         lease.map(Lease).map_err(raise)
@@ -81,7 +108,7 @@ impl Store {
     ) -> PyResult<Bound<'py, PyBytes>> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
-        let found = py.detach(|| self.0.contains(keys));
+        let found = py.detach(|| self.core().contains(keys));
         Ok(PyBytes::new(py, &found))
     }
 
@@ -133,7 +160,10 @@ impl Store {
             with_scores,
             save_unfull_chunk,
         };
-        let reservation = py.detach(|| self.0.reserve(&namespace.0, tokens.as_slice(), &request));
+        let reservation = py.detach(|| {
+            self.core()
+                .reserve(&namespace.0, tokens.as_slice(), &request)
+        });
         reservation.map(Reservation).map_err(raise)
     }
 
@@ -147,50 +177,108 @@ impl Store {
     ) -> PyResult<Vec<Match>> {
         let tokens = Input::new("tokens", tokens)?;
         let min_tokens = count("min_tokens", min_tokens)?;
-        let found = py.detach(|| self.0.matches(&namespace.0, tokens.as_slice(), min_tokens));
+        let found = py.detach(|| {
+            self.core()
+                .matches(&namespace.0, tokens.as_slice(), min_tokens)
+        });
         Ok(found.into_iter().map(Match).collect())
+    }
+
+    fn prefetch(
+        &self,
+        py: Python<'_>,
+        namespace: &Namespace,
+        keys: &Bound<'_, PyAny>,
+    ) -> PyResult<Ticket> {
+        let keys = Input::new("keys", keys)?;
+        let keys = input::keys("keys", keys.as_slice())?;
+        Ok(Ticket(
+            py.detach(|| self.core().prefetch(&namespace.0, keys)),
+        ))
+    }
+
+    fn tier_of<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let keys = Input::new("keys", keys)?;
+        let keys = input::keys("keys", keys.as_slice())?;
+        let places = py.detach(|| self.core().tier_of(keys));
+        Ok(PyBytes::new(py, &places))
+    }
+
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
+        let at_most = seconds("timeout_s", timeout_s)?;
+        Ok(py.detach(|| self.core().flush(at_most)))
+    }
+
+    #[getter]
+    fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.core().tiers())
+    }
+
+    fn tier_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (tiers, loads) = py.detach(|| (self.core().tier_stats(), self.core().load_stats()));
+        let all = PyDict::new(py);
+        for (name, stats) in tiers {
+            let dict = PyDict::new(py);
+            for (what, value) in stats.rows() {
+                dict.set_item(what, value)?;
+            }
+            for (kind, count) in stats.errors {
+                dict.set_item(format!("error_{kind}"), count)?;
+            }
+            all.set_item(name, dict)?;
+        }
+        let dict = PyDict::new(py);
+        for (what, value) in loads.rows() {
+            dict.set_item(what, value)?;
+        }
+        all.set_item("loads", dict)?;
+        Ok(all)
     }
 
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
-        py.detach(|| self.0.touch(keys));
+        py.detach(|| self.core().touch(keys));
         Ok(())
     }
 
     fn pin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
-        Ok(py.detach(|| self.0.pin(keys)))
+        Ok(py.detach(|| self.core().pin(keys)))
     }
 
     fn unpin(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let keys = Input::new("keys", keys)?;
         let keys = input::keys("keys", keys.as_slice())?;
-        Ok(py.detach(|| self.0.unpin(keys)))
+        Ok(py.detach(|| self.core().unpin(keys)))
     }
 
     #[pyo3(signature = (namespace = None))]
     fn clear(&self, py: Python<'_>, namespace: Option<&Namespace>) -> usize {
         let namespace = namespace.map(|namespace| &namespace.0);
-        py.detach(|| self.0.clear(namespace))
+        py.detach(|| self.core().clear(namespace))
     }
 
     #[pyo3(signature = (limit = 1024))]
     fn events(&self, py: Python<'_>, limit: i64) -> PyResult<(Vec<Event>, u64)> {
         let limit = count("limit", limit)?;
-        let (events, lost) = py.detach(|| self.0.events(limit));
+        let (events, lost) = py.detach(|| self.core().events(limit));
         Ok((events.into_iter().map(Event).collect(), lost))
     }
 
     #[getter]
     fn arena(&self) -> (usize, usize) {
-        let (start, bytes) = self.0.arena();
+        let (start, bytes) = self.core().arena();
         (start.expose_provenance(), bytes)
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.0.stats());
+        let stats = py.detach(|| self.core().stats());
         let dict = PyDict::new(py);
         for (name, value) in stats.rows() {
             dict.set_item(name, value)?;
@@ -199,11 +287,11 @@ impl Store {
     }
 
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.close());
+        py.detach(|| self.core().close());
     }
 }
 
-fn seconds(name: &'static str, value: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(name: &'static str, value: f64) -> PyResult<Duration> {
     if value == f64::INFINITY {
         return Ok(Duration::MAX);
     }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use blendstore_codec::{Codec, Frame, Head};
+use blendstore_codec::{Codec, Frame, FrameError, Head};
 use blendstore_core::{Admission, Admitted, Facts, Key, Namespace, Record, Shape, Store};
 
 use crate::store::{Coders, Level};
@@ -159,6 +159,21 @@ pub struct LoadStats {
     pub refused: u64,
     /// Keys queued or being loaded.
     pub in_flight: u64,
+}
+
+impl LoadStats {
+    /// Names and values.
+    pub fn rows(&self) -> [(&'static str, u64); 7] {
+        [
+            ("requested", self.requested),
+            ("loaded", self.loaded),
+            ("missed", self.missed),
+            ("coalesced", self.coalesced),
+            ("cancelled", self.cancelled),
+            ("refused", self.refused),
+            ("in_flight", self.in_flight),
+        ]
+    }
 }
 
 #[derive(Debug, Default)]
@@ -360,6 +375,7 @@ impl Loads {
                 admissions: missing.iter().map(|_| None).collect(),
                 done: vec![false; missing.len()],
                 arrived: Vec::new(),
+                full: false,
                 tier: level.tier.name(),
             };
             level.tier.get(&missing, &mut arrivals);
@@ -444,6 +460,8 @@ struct Arrivals<'a> {
     admissions: Vec<Option<Admission>>,
     done: Vec<bool>,
     arrived: Vec<Arc<Record>>,
+    /// A record found no room: the next ones would only wait for it in vain, too.
+    full: bool,
     tier: &'a str,
 }
 
@@ -452,17 +470,21 @@ impl Arrivals<'_> {
         if self.done[index] {
             return None;
         }
-        match self
-            .loads
-            .memory
-            .admit(self.namespace, &self.keys[index], shape)
-        {
+        let admitted = if self.full {
+            Admitted::Full
+        } else {
+            self.loads
+                .memory
+                .admit(self.namespace, &self.keys[index], shape)
+        };
+        match admitted {
             Admitted::Room(admission) => Some(admission),
             Admitted::Resident(record) => {
                 self.arrive(index, Arc::new(record));
                 None
             }
             Admitted::BeingWritten | Admitted::Full => {
+                self.full |= matches!(admitted, Admitted::Full);
                 // No other tier would find room either.
                 self.done[index] = true;
                 self.loads.land(&self.keys[index], None);
@@ -505,6 +527,13 @@ impl Arrivals<'_> {
     }
 }
 
+impl Arrivals<'_> {
+    /// A record of another namespace is in its place: it is who asked for it that isn't, and must not make it go.
+    fn refuse_proof(&self, error: &FrameError) -> bool {
+        self.refuse(error) || *error == FrameError::Identity("namespace")
+    }
+}
+
 fn shape_of(head: &Head<'_>) -> Shape {
     Shape {
         ntokens: head.header.ntokens as usize,
@@ -542,7 +571,7 @@ unsafe impl Sink for Arrivals<'_> {
                 .verify(self.namespace, &self.keys[index], &tokens)
         });
         if let Err(error) = proved {
-            return self.refuse(error);
+            return self.refuse_proof(&error);
         }
         if head.header.codec != Codec::RAW || admission.shape() != shape_of(&head) {
             return self.refuse("its shape is not the one that was announced");
@@ -564,11 +593,11 @@ unsafe impl Sink for Arrivals<'_> {
             Err(error) => return self.refuse(error),
         };
         let (head, tokens) = (frame.head, frame.head.tokens());
-        if let Err(error) = head
+        let proved = head
             .header
-            .verify(self.namespace, &self.keys[index], &tokens)
-        {
-            return self.refuse(error);
+            .verify(self.namespace, &self.keys[index], &tokens);
+        if let Err(error) = proved {
+            return self.refuse_proof(&error);
         }
         let Some(coder) = self.loads.coders.get(&head.header.codec).cloned() else {
             return self.refuse(format_args!("coding {} is not known", head.header.codec.0));

@@ -98,7 +98,7 @@ fn case_f04_two_hundred_kills() {
         if let (Some(lost), Some(kept)) = (lost.iter().max(), known.intersection(&there).min()) {
             // The oldest segments make room; nothing that is newer than something kept has been lost with them.
             assert!(
-                ***lost < *kept + 64,
+                **lost < *kept + 64,
                 "kill {kill}: {lost} is lost, but {kept} is there"
             );
         }

@@ -29,6 +29,7 @@ from blendstore.pipeline import Pipeline, Prepared, Tokens
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import settings
+from blendstore.tiers import open_store
 
 from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, steady_length
 from .weights import identity
@@ -94,11 +95,7 @@ class Engine:
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._steady = steady_length(model)
-        self.store = store or Store(
-            capacity_bytes=int(config.max_local_cpu_size * 2**30),
-            chunk_size=config.chunk_size,
-            policy=config.cache_policy,
-        )
+        self.store = store or open_store(config)
         # Both do nothing on a CPU. The arena is page-locked for as long as this is held.
         self._pinned = pin(self.store, self.geometry.device)
         if self._engine is not None:

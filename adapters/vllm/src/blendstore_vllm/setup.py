@@ -8,13 +8,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from blendstore import Store
 from blendstore.blend import Geometry, pin, warm_up
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config, ConfigError
 from blendstore.identity import ModelIdentity
 from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
+from blendstore.tiers import open_store
 
 from .layout import PagedKV
 from .model import VLLMModel
@@ -73,7 +73,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
         else Geometry.plain(layers=len(caches), kv_heads=kv.heads, head_dim=kv.dim, dtype=kv.dtype, device=kv.device)
     )
     model_config = vllm_config.model_config
-    store = Store(capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy)
+    store = open_store(config)
     serving = Serving(
         config=config,
         geometry=geometry,

@@ -5,6 +5,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use super::format::BLOCK;
 use super::io::{Blocks, Io, Op};
@@ -13,13 +14,13 @@ use super::io::{Blocks, Io, Op};
 const NAME: &str = "blendstore-v1";
 const SEGMENT: &str = "seg";
 
-/// A directory that this process alone uses, until drop.
+/// A directory that this process alone uses, until it is unlocked or dropped.
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
     /// Files bypass the page cache.
     pub direct: bool,
-    _lock: File,
+    lock: Mutex<Option<File>>,
 }
 
 impl Directory {
@@ -35,10 +36,18 @@ impl Directory {
         let mut directory = Self {
             path,
             direct: false,
-            _lock: lock,
+            lock: Mutex::new(Some(lock)),
         };
         directory.direct = direct && directory.takes_direct();
         Ok(directory)
+    }
+
+    /// Lets other processes have it.
+    pub(crate) fn unlock(&self) {
+        self.lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
     }
 
     pub(crate) fn path(&self) -> &Path {

@@ -309,11 +309,13 @@ impl Log {
         });
     }
 
-    /// Seals what is open; nothing is stored any more.
+    /// Seals what is open and leaves the directory to others: nothing is stored or found any more.
     pub(crate) fn close(&self) {
         let mut writer = self.writer();
         writer.closed = true;
         self.seal(&mut writer);
+        self.measure(|index| *index = Index::default());
+        self.directory.unlock();
     }
 
     /// Ends like a process that is killed: nothing is sealed.

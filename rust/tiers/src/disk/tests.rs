@@ -267,6 +267,7 @@ fn directories_and_files_are_private() {
     let scratch = Scratch::new();
     let disk = open(&scratch);
     put(&disk, &documents(3).iter().collect::<Vec<_>>());
+    assert_eq!(scratch.files().len(), 1);
     let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
     assert_eq!(mode(&scratch.0.join("blendstore-v1")), 0o700);
     assert_eq!(mode(&scratch.0.join("blendstore-v1/lock")), 0o600);
