@@ -45,7 +45,7 @@ pub fn key(number: u32) -> Key {
 pub fn payload(number: u32) -> Vec<u8> {
     let per_token = 100 + (number as usize % 13) * 977;
     (0..TOKENS * per_token)
-        .map(|at| (at as u32 * 31 ^ number) as u8)
+        .map(|at| ((at as u32 * 31) ^ number) as u8)
         .collect()
 }
 
