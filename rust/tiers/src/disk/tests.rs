@@ -392,7 +392,8 @@ fn large_records_have_segments_of_their_own() {
 /// the next stores work.
 #[test]
 fn case_f05_files_changed_under_a_running_store() {
-    let damages: [(&str, fn(&Path)); 4] = [
+    type Damage = fn(&Path);
+    let damages: [(&str, Damage); 4] = [
         ("deleted", |file| fs::remove_file(file).expect("there")),
         ("truncated", |file| {
             OpenOptions::new()
