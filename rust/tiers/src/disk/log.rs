@@ -18,7 +18,9 @@ use blendstore_codec::Frame;
 use blendstore_core::Key;
 
 use super::directory::{Directory, allocate, read_blocks, write_blocks};
-use super::format::{BLOCK, Entry, Kind, footer, footer_len, record_prefix, segment_header};
+use super::format::{
+    BLOCK, Entry, Kind, PREFIX, footer, footer_len, record_prefix, segment_header,
+};
 use super::io::{Blocks, Io, Op};
 use super::recovery::{self, Recovered};
 use crate::meter::Meter;
@@ -425,22 +427,18 @@ impl Log {
             placed: 0,
             entries: Vec::new(),
         });
-        let reinserted = again
-            .iter()
-            .filter(|(entry, _)| writer.has_room_beside(entry, needed))
-            .map(|(entry, blocks)| (*entry, blocks.bytes()))
-            .collect::<Vec<_>>();
-        let batch = reinserted
-            .iter()
-            .filter_map(|(entry, bytes)| {
-                let head = &bytes[super::format::PREFIX..][..entry.head_len as usize];
-                writer.enter(
-                    *entry,
-                    head,
-                    &bytes[entry.head_room()..][..entry.payload_len as usize],
-                )
-            })
-            .collect();
+        let mut batch = Vec::with_capacity(again.len());
+        for (entry, blocks) in &again {
+            // The record that the segment was opened for comes after them.
+            if writer.has_room_beside(entry, needed) {
+                let (head, payload) = (
+                    &blocks.bytes()[PREFIX..],
+                    &blocks.bytes()[entry.head_room()..],
+                );
+                let head = &head[..entry.head_len as usize];
+                batch.extend(writer.enter(*entry, head, &payload[..entry.payload_len as usize]));
+            }
+        }
         self.write(writer, batch);
         true
     }

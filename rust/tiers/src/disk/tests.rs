@@ -386,6 +386,20 @@ fn large_records_have_segments_of_their_own() {
     assert_eq!(put(&disk, &[&large, &huge]), 1);
     check_equal(&disk, &[large]);
     assert_eq!(disk.stats().dropped, 1);
+    // Several segments of records in use make room for one large record: what is kept of them stays within the cap.
+    let hot: Vec<Made> = (10..60)
+        .map(|seed| made(0, seed, 1, 60_000, 1, Codec::RAW))
+        .collect();
+    put(&disk, &hot.iter().collect::<Vec<_>>());
+    let keys: Vec<Key> = hot.iter().map(|made| made.key).collect();
+    for (found, made) in get(&disk, &keys).into_iter().zip(&hot) {
+        assert!(found.is_none_or(|found| found == *made));
+    }
+    let other = made(0, 3, 1, 2 << 20, 1, Codec::RAW);
+    assert_eq!(put(&disk, &[&other]), 1);
+    assert!(scratch.bytes() <= 4 << 20);
+    assert_eq!(disk.stats().bytes_used, scratch.bytes());
+    check_equal(&disk, &[other]);
 }
 
 /// Case f05: files deleted, truncated, flipped or exchanged under a running store are misses or the right bytes, counted, and
