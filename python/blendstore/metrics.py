@@ -65,10 +65,10 @@ class ServingMetrics:
     def store(self, store: Store) -> None:
         """Take over the store's own counters and gauges."""
         if self._exported:
-            self.stored(store.stats())
+            self.stored(store.stats(), store.tier_stats())
 
-    def stored(self, stats: Mapping[str, float]) -> None:
-        """The same from `Store.stats`, perhaps of another process."""
+    def stored(self, stats: Mapping[str, float], tiers: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        """The same from `Store.stats` and `Store.tier_stats`, perhaps of another process."""
         if not self._exported:
             return
         for name in _STORE_GAUGES:
@@ -78,7 +78,7 @@ class ServingMetrics:
             if grown > 0:
                 self._seen[name] += grown
                 self._exported["store_events"].labels(self._rank, name).inc(grown)
-        for tier, counts in store.tier_stats().items():
+        for tier, counts in (tiers or {}).items():
             for name, count in counts.items():
                 self._tier(tier, name, count)
 
