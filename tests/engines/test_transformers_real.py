@@ -2,13 +2,12 @@
 without them these tests fail and say so."""
 
 import pytest
-from transformers import DynamicCache
 
 from blendstore.bench import models
 from blendstore.config import Config
 from blendstore.options import RequestOptions
 from blendstore_transformers import Engine
-from tests.tiny_models import FULL, Layers, continued, largest_error, own
+from tests.tiny_models import FULL, continued, largest_error, own
 
 TOPICS = ("the old harbour", "a glass workshop", "the night train", "an orchard in spring", "the city archive",
           "the mountain hut")  # fmt: skip
@@ -23,19 +22,11 @@ SYSTEM = "You are a helpful assistant."
 QUESTION = "Question: Which number did the visitor to the night train leave? Answer: The number is"
 
 
-def rounding(engine: Engine, tokens: list[int], wanted: Layers) -> float:
-    """How far the model's own KV in float32 is from its own when it computes the prompt in two steps: Gemma's keys, up
-    to 95 in size, differ by 1.3e-4 then."""
-    cache = DynamicCache()
-    engine.extend(cache, tokens[:300], 0)
-    engine.extend(cache, tokens[300:], 300)
-    return largest_error(cache, wanted)
-
-
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_ratio_one_is_the_models_own_prefill(name: str) -> None:
-    """Invariant 1 with moved documents, and a prompt longer than Gemma's window of 512 tokens."""
+    """Invariant 1 with moved documents, and a prompt longer than Gemma's window of 512 tokens. Gemma's keys are up to
+    111 in size, and its own KV of a prompt that is computed in two steps differs by 1.2e-4."""
     model, tokenizer = models.load(name)
     engine = Engine(
         model, tokenizer, Config.load(env={}, overrides={"enable_blending": True, "max_local_cpu_size": 0.5})
@@ -52,5 +43,5 @@ def test_ratio_one_is_the_models_own_prefill(name: str) -> None:
     assert found.report.fallback == ""
     assert found.report.recomputed > 600
     wanted, _ = own(model, tokens, steps=1)
-    assert largest_error(found.cache, wanted) <= max(1e-4, 2 * rounding(engine, tokens, wanted))
+    assert largest_error(found.cache, wanted) <= 1e-4
     assert continued(model, found.cache, found.logits, 8) == plain.ids

@@ -55,8 +55,10 @@ class RowAttention:
         ascending = all(a < b for a, b in pairwise(spots))
         if not ascending or (n and not 0 <= spots[0] <= spots[-1] < self.nkeys):
             raise ValueError(f"rows must be ascending positions within 0..{self.nkeys - 1}")
-        stops = [min(a + _BLOCK, n) for a in range(0, n, _BLOCK)]
-        bounds = zip(range(0, n, _BLOCK), stops, strict=True)
+        # Where most tokens are rows, all are one block, as in the engine's own prefill: its rounding is ours then.
+        size = n if 2 * n > self.nkeys and n * self.nkeys <= _KEPT else _BLOCK
+        stops = [min(a + size, n) for a in range(0, n, max(1, size))]
+        bounds = zip(range(0, n, max(1, size)), stops, strict=True)
         self._blocks = [(slice(a, b), spots[a], spots[b - 1] + 1) for a, b in bounds]
 
     def __call__(
