@@ -66,10 +66,10 @@ test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of
 test-python: build models models-gemma ## every Python test, real models and real servers included
 	$(PY) -m pytest -q
 
-test-sglang: models ## the real SGLang on a CPU, every supported version in an environment of its own
+test-sglang: models models-gemma ## the real SGLang on a CPU, every supported version in an environment of its own
 	$(MAKE) --no-print-directory --output-sync=target -j2 $(SGLANG:%=test-sglang-%)
 
-test-sglang-%: .venv-sglang-%/.ready models
+test-sglang-%: .venv-sglang-%/.ready models models-gemma
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
 	  .venv-sglang-$*/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang
 

@@ -43,6 +43,8 @@ def cached_rotary(index: int, module: Any) -> RotaryTable:
         )
     if getattr(module, "mrope_section", None):
         raise Refused(f"layer {index}: {name} has several axes (mrope_section): cached keys can't be moved")
+    if not hasattr(module, "cos_sin_cache"):
+        raise Refused(f"layer {index}: {name} keeps no cosines and sines, so cached keys can't be moved")
     # On the host, so that no look-up waits for the device; the engine may lengthen its table.
     host = module.cos_sin_cache.float().cpu()
 

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from .blend import EngineModel, Geometry
+from .blend.selectors import SelectorSettings, make_selector
 from .blend.selftest import Proof, run_fresh
 from .budget import Budget
 from .config import Config
 from .identity import weights_digest
+from .options import RequestOptions
 from .segments import SegmentationError, SeparatorSegmenter
+from .serving import settings
 
 log = logging.getLogger("blendstore.startup")
 
@@ -41,6 +44,13 @@ def announcement(config: Config, geometry: Geometry, proof: Proof | None, refusa
         f"documents by {config.segmenter}, {memory}, at most {config.blend_budget_ms:g} ms a blend; {shape}; "
         f"geometry proven (KV {proof.runner_error:.1e}, rotation {proof.rotation_error:.1e})"
     )
+
+
+def prove_selector(config: Config, layers: int) -> None:
+    """Raises `SelectorError` where a model of that many layers can't be blended as configured."""
+    how = settings(config, RequestOptions())
+    wanted = SelectorSettings(how.check_layers, how.ratios, how.thresholds, how.options, layers=layers)
+    make_selector(how.selector, wanted)
 
 
 def files_digest(model: str, *, revision: str | None, dummy: bool) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.sglang.http_server import Http
 from tests.engines.sglang.servers import Server, environment
 
 
@@ -40,7 +41,16 @@ def tight() -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    """An HTTP server with SmolLM2 and blendstore."""
+    made = Http(tmp_path_factory.mktemp("http"))
+    yield made
+    made.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The embedded engine computes in this process, and a process forked after that may wait for its threads for ever:
-    tests that fork come first."""
-    items.sort(key=lambda item: item.path.name == "test_http.py")
+    tests that fork come first. Among those, the ones that need no server, whose memory and processes come later."""
+    order = ("test_models.py", "test_serving.py", "test_engine.py", "test_http.py", "test_quality.py")
+    items.sort(key=lambda item: order.index(item.path.name))

@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from benches.bench_sglang_gpu import save_tokenizer
-from transformers import Gemma2Config, Qwen3MoeConfig
+from transformers import Gemma2Config, Phi3Config, Qwen3MoeConfig
 
 from tests.tiny_models import FAMILIES, SHAPE, VOCABULARY, model_of
 
@@ -34,11 +34,25 @@ SERVED: dict[str, Any] = {
     ),
 }
 
-# SGLang's attention for CPUs leaves the soft cap out, so what it computes isn't what the model says.
+_PHI3: Any = Phi3Config
+# SGLang's attention for CPUs leaves the soft cap out, so what it computes isn't what the model says; LongRoPE rotates
+# by the length of the prompt.
 UNPROVEN: dict[str, Any] = {
+    "phi3-longrope": _PHI3(
+        **SHAPE,
+        original_max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 1024,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    ),
     "gemma2-softcap": _GEMMA2(
         **SHAPE, hidden_act="gelu_pytorch_tanh", sliding_window=16, query_pre_attn_scalar=16, attn_logit_softcapping=1.0
-    )
+    ),
 }
 
 

@@ -144,6 +144,21 @@ def test_case_b06_a_refused_model_ends_the_start_where_blending_is_required(monk
         in_scheduler(started, str(folder_of("gemma2-softcap")))
 
 
+def test_case_b05_rotation_that_depends_on_the_length_is_refused_by_name() -> None:
+    ((kind, told),) = in_scheduler(started, str(folder_of("phi3-longrope")))
+    assert kind == "BlendRadixCache"
+    assert "blending is refused for Phi3ForCausalLM, plain caching stays on: layer 0:" in told
+    assert "switches frequencies with the prompt's length: cached keys can't be moved" in told
+
+
+def test_a_check_layer_that_the_model_has_not_got_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLENDSTORE_BLEND_SELECTOR", "deviation")
+    monkeypatch.setenv("BLENDSTORE_BLEND_CHECK_LAYERS", "4")
+    ((kind, told),) = in_scheduler(started, str(folder_of("llama")))
+    assert kind != "BlendRadixCache"
+    assert "SelectorError: check layer 4: use 1..3, the model's layers" in told
+
+
 def test_a_server_without_a_plain_pool_goes_on_as_plain_sglang() -> None:
     ((kind, told),) = in_scheduler(started, str(folder_of("llama")), disable_radix_cache=True)
     assert kind != "BlendRadixCache"

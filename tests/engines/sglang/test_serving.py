@@ -34,8 +34,8 @@ class Bench:
 
         self.context, self.params = context, context.params
         config = {**CONFIG, **config}
-        cache = set_up(context, Config.load(env={}, overrides=config), version_of(installed("sglang")))
-        self.serving = cache.serving
+        self.cache = set_up(context, Config.load(env={}, overrides=config), version_of(installed("sglang")))
+        self.serving = self.cache.serving
         self.model, self.pool = self.serving.model, self.serving.pool
         self.allocator = self.params.token_to_kv_pool_allocator
         self.layers = range(self.serving.geometry.layers)
@@ -211,6 +211,45 @@ def budgeted(context: Any) -> dict[str, Any]:
     return {"cut": cut, "refused target": refused.target, "given up": refused.cut, "asked": len(asked)}
 
 
+def adapters(context: Any) -> dict[str, Any]:
+    """What requests of a LoRA adapter, of another one and of the base model find of a prompt that each has left."""
+    from array import array
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    bench, tokens = Bench(context), prompt(A, B)
+    cache, array_of = bench.cache, np.array(tokens, dtype=np.uint32)
+
+    def request(number: int, lora: str | None) -> Any:
+        made = Req(f"{number}", "", array("q", tokens), SamplingParams(max_new_tokens=1), lora_id=lora)
+        key = cache.version.radix_key_of(made, array_of)
+        return made, cache.match_prefix(MatchPrefixParams(key=key, req=made))
+
+    def computed(made: Any) -> None:
+        """As when the engine has computed it."""
+        slots = bench.allocator.alloc(len(tokens))
+        for index, (k, v) in enumerate(bench.own(tokens)):
+            bench.pool.get_key_buffer(index)[slots], bench.pool.get_value_buffer(index)[slots] = k, v
+        cache.insert(InsertParams(key=cache.version.radix_key_of(made, array_of), value=slots.long()))
+        cache.prompt_complete(made)
+
+    out: dict[str, Any] = {}
+    for number, lora in enumerate(("one", "two", None)):
+        made, match = request(number, lora)
+        out[f"first {lora}"] = match.host_hit_length + cache.version.held(match)
+        out[f"blended {lora}"] = made._blendstore.blend_key is not None
+        made.cached_tokens = 0
+        computed(made)
+    cache.reset()
+    bench.allocator.clear()
+    for number, lora in enumerate(("one", "two", None, "three")):
+        made, match = request(10 + number, lora)
+        out[f"again {lora}"] = match.host_hit_length
+    return out
+
+
 @functools.cache
 def answers() -> dict[str, Any]:
     (out,) = in_scheduler(several, str(folder_of("llama")))
@@ -276,6 +315,16 @@ def test_case_f01_a_failing_record_costs_speed_only() -> None:
     assert expired.startswith("LeaseExpired")
     assert pinned == 0
     assert errors == 1, "a store that can't store is counted, and serving goes on"
+
+
+def test_a_lora_adapter_finds_its_own_kv_and_no_other() -> None:
+    """Part of case s11: records of an adapter, of another one and of the base model are told apart, and prompts of an
+    adapter are restored, never blended."""
+    (found,) = in_scheduler(adapters, str(folder_of("llama")))
+    assert [found[f"first {lora}"] for lora in ("one", "two", None)] == [0, 0, 0]
+    assert [found[f"blended {lora}"] for lora in ("one", "two", None)] == [False, False, True]
+    whole = SYSTEM + len(A) + len(B) + QUESTION + 3 * SEPARATORS - 1
+    assert [found[f"again {lora}"] for lora in ("one", "two", None, "three")] == [whole, whole, whole, 0]
 
 
 @pytest.mark.parametrize("field", ["target"])

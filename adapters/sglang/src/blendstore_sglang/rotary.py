@@ -22,7 +22,8 @@ def rotary_tables(decoder: Any, layers: Sequence[Any], head_dim: int) -> tuple[R
             out.append(None)
             continue
         if id(module) not in known:
-            known[id(module)] = cached_rotary(index, module) if hasattr(module, "cos_sin_cache") else _by_call(module)
+            computed = hasattr(module, "inv_freq") and not hasattr(module, "cos_sin_cache")
+            known[id(module)] = _by_call(module) if computed else cached_rotary(index, module)
         out.append(known[id(module)])
     return tuple(out)
 

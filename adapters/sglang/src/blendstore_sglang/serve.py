@@ -123,7 +123,8 @@ class Serving:
                 self.config,
                 made,
                 bytes_per_token=self.geometry.bytes_per_token,
-                separators=self.separators,
+                # What isn't blended is restored as one chain, which separators would cut.
+                separators=None if lora else self.separators,
             )
         return found
 

@@ -9,12 +9,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from blendstore import Store
 from blendstore.blend import Geometry, pin, warm_up
-from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
-from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
+from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, prove_selector, separators
 
 from .cache import BlendingCache
 from .model import SGLangModel
@@ -34,7 +33,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
     metrics = ServingMetrics(prometheus=bool(arguments.enable_metrics), rank=context.tp_rank)
     model, proof, refusal = None, None, ""
     if config.enable_blending:
-        make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
+        prove_selector(config, runner.token_to_kv_pool.layer_num)
         try:
             _refuse_blending(arguments)
             model = SGLangModel(runner, context.tp_group, version)
