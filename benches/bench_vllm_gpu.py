@@ -70,6 +70,7 @@ class Bench:
         self.measured: dict[str, Any] = {
             "shape": args.shape,
             "compiled": args.compiled,
+            "control": args.control,
             "documents": args.documents,
             "document_length": args.document_length,
         }
@@ -93,10 +94,13 @@ class Bench:
                 "end": self.about,
             }
             for name, stage in stages.items():
+                if self.args.control and name != "nothing shared":
+                    continue
                 self.measured[name] = self.tried(name, partial(stage, blending, plain))
                 self._save()
-            self.measured["proof"] = self.tried("proof", lambda: blending.tell("proof"))
-            told(f"proof: {self.measured['proof']}")
+            if not self.args.control:
+                self.measured["proof"] = self.tried("proof", lambda: blending.tell("proof"))
+                told(f"proof: {self.measured['proof']}")
             self._save()
         finally:
             blending.close()
@@ -332,7 +336,7 @@ class Worker:
         from vllm import LLM
 
         self.cuda = args.device == "cuda"
-        self.watched = name == "blendstore"
+        self.watched = name == "blendstore" and not args.control
         longest = args.documents * (args.document_length + 64) + 256
         longest = 32768 if self.cuda and longest <= 32768 else longest
         flags: dict[str, Any] = {
@@ -509,29 +513,32 @@ def scaled(model: Any) -> int:
 
 @contextmanager
 def _engine_attention(on: bool) -> Any:
-    """Within, whole prompts attend through vLLM's FlashAttention 3, as its own prefill does."""
+    """Within, rows that are the end of a prompt attend through vLLM's FlashAttention 3, as its own prefill does."""
     if not on:
         yield
         return
     import torch
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    from blendstore.blend import attention
+    from blendstore.blend.attention import RowAttention
 
-    plain = attention._sdpa
+    rows: Any = RowAttention
+    plain = rows.__call__
 
-    def kernel(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
-        if mask is not None:
-            return plain(q, k, v, mask, scale)
-        n = q.shape[0]
-        ends = torch.tensor([0, n], device=q.device, dtype=torch.int32)
-        return flash_attn_varlen_func(q, k, v, n, ends, n, ends, causal=True, softmax_scale=scale, fa_version=3)
+    def kernel(self: Any, q: Any, k: Any, v: Any, *, scale: float, **how: Any) -> Any:
+        n, nkeys = q.shape[0], k.shape[0]
+        if int(self.positions[0]) != nkeys - n or self.hidden_keys is not None:
+            return plain(self, q, k, v, scale=scale, **how)
+        asking, keys = (torch.tensor([0, count], device=q.device, dtype=torch.int32) for count in (n, nkeys))
+        return flash_attn_varlen_func(
+            q, k, v, n, asking, nkeys, keys, causal=True, softmax_scale=scale, fa_version=3
+        )  # fmt: skip
 
-    attention._sdpa = kernel
+    rows.__call__ = kernel
     try:
         yield
     finally:
-        attention._sdpa = plain
+        rows.__call__ = plain
 
 
 @contextmanager
@@ -651,6 +658,7 @@ def _arguments() -> argparse.Namespace:
     add("--shape", choices=["8b", "tiny"], default="8b")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--compiled", action="store_true", help="vLLM's default mode instead of eager")
+    add("--control", action="store_true", help="two plain engines: how far pairs differ that should not")
     add("--documents", type=int, default=5, help="in each prompt (default: 5)")
     add("--document-length", type=int, default=3000, help="tokens (default: 3000)")
     add("--known", type=int, default=10, help="documents that are warmed up (default: 10)")

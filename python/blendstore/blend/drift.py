@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,7 +147,7 @@ class DriftCorrection:
 
 def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:
     """[tokens] int32: the number of the document that each token of a reused span belongs to, -1 for all others."""
-    out = torch.full((tokens,), -1, dtype=torch.int32)
+    out = np.full(tokens, -1, dtype=np.int32)
     for span in spans:
         out[span.start : span.stop] = numbers[span.group]
-    return sent(out, device)
+    return sent(torch.from_numpy(out), device)

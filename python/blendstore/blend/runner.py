@@ -21,7 +21,7 @@ from .copies import sent
 from .drift import DriftCorrection, DriftSettings, documents_of
 from .model import EngineModel
 from .selectors import Candidates, Combine, OptionValue, Reduce, SelectorSettings, make_selector
-from .transfer import RecordSource, WorkingKV
+from .transfer import RecordSource, WorkingKV, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,21 +270,28 @@ class _Run:
         return query, self._fresh[: self._fresh.shape[0] - query.shape[0]]
 
     def _gather(self, records: RecordSource) -> Candidates:
-        positions, distance, group, stored = [], [], [], []
-        scored = False
-        for span in self._spans:
-            here = torch.arange(span.start, span.stop)
-            positions.append(here)
-            distance.append(here - span.group_start)
-            group.append(torch.full_like(here, span.group))
-            scores = records.scores(span.chunk)
-            scored |= scores is not None
-            rows = slice(span.row, span.row + len(span))
-            stored.append(torch.full((len(span),), torch.nan) if scores is None else scores[rows].float().cpu())
-        if not positions:
+        if not self._spans:
             empty = torch.empty(0, dtype=torch.int64, device=self._device)
             return Candidates(empty, empty, empty, None)
-        cat = [sent(torch.cat(parts), self._device) for parts in (positions, distance, group)]
+        lengths = torch.tensor([len(span) for span in self._spans])
+        group = torch.tensor([span.group for span in self._spans]).repeat_interleave(lengths)
+        positions, distance = rows_of(
+            self._spans, [span.start for span in self._spans], [span.start - span.group_start for span in self._spans]
+        )
+        cat = [sent(part, self._device) for part in (positions, distance, group)]
         # Each rank's records have the scores of its own heads; all ranks must select by the same ones.
-        kept = self._model.all_reduce(sent(torch.cat(stored), self._device)) if scored else None
+        stored = self._stored(records)
+        kept = None if stored is None else self._model.all_reduce(sent(stored, self._device))
         return Candidates(cat[0], cat[1], cat[2], kept)
+
+    def _stored(self, records: RecordSource) -> Tensor | None:
+        """Scores kept with the records, [candidates] float32 with NaN where a record has none; None where none has."""
+        found = {span.chunk: records.scores(span.chunk) for span in self._spans}
+        if all(scores is None for scores in found.values()):
+            return None
+        parts = []
+        for span in self._spans:
+            scores = found[span.chunk]
+            rows = slice(span.row, span.row + len(span))
+            parts.append(torch.full((len(span),), torch.nan) if scores is None else scores[rows].float().cpu())
+        return torch.cat(parts)

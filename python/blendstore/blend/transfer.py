@@ -16,7 +16,8 @@ from .fused import attempt, usable
 from .model import EngineModel, Geometry
 from .rotary import RotaryTable
 
-# Copies are started this many layers ahead of the layer that is asked for.
+# Copies are started this many layers ahead of the layer that is asked for, of the first layers fewer: starting them
+# takes the host a while, and until the first layer is there the device has nothing to compute.
 _AHEAD = 8
 # Layers of one copy: fewer calls against a later start.
 _TOGETHER = 2
@@ -154,11 +155,11 @@ class _Streamed:
         self, geometry: Geometry, data: Tensor, cached: Sequence[Span], records: WholeRecords, *, layerwise: bool
     ) -> None:
         self._geometry, self._data = geometry, data
-        self._layerwise, self._ahead = layerwise, _AHEAD if layerwise else geometry.layers
+        self._layerwise = layerwise
         self._held = {chunk: records.record(chunk) for chunk in {span.chunk for span in cached}}
         self._pieces = [Piece.of(data, span, self._held[span.chunk]) for span in cached]
         moved = [span for span in cached if span.source != span.start]
-        places = _places(moved).to(torch.int32)
+        places = rows_of(moved, [span.start for span in moved], [span.source for span in moved]).to(torch.int32)
         self._stop = int(places.max()) + 1 if moved else 0
         self._rows, self._sources = sent(places, geometry.device)
         for table in _tables(geometry):
@@ -168,7 +169,8 @@ class _Streamed:
         self._started = 0
 
     def load(self, index: int) -> None:
-        self._start(min(index + 1 + self._ahead, self._geometry.layers))
+        ahead = min(2 * index, _AHEAD) if self._layerwise else self._geometry.layers
+        self._start(min(index + 1 + ahead, self._geometry.layers))
         self._copies.wait(self._marks[index if self._layerwise else -1])
         table = self._geometry.rotary[index]
         if table is not None and self._stop:
@@ -209,14 +211,14 @@ def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) 
     moved = [span for span in spans if span.source != span.start]
     if not moved:
         return []
-    target, source = _places(moved)
+    target, source = rows_of(moved, [span.start for span in moved], [span.source for span in moved])
     cos, sin = (torch.split(t.to(device), [len(span) for span in moved]) for t in table.between(source, target))
     return list(zip(moved, cos, sin, strict=True))
 
 
-def _places(spans: Sequence[Span]) -> Tensor:
-    """[2, rows] int64: where the rows of ``spans`` stand, and where they were captured."""
-    starts = [span.start for span in spans], [span.source for span in spans]
+def rows_of(spans: Sequence[Span], *firsts: Sequence[int]) -> Tensor:
+    """[len(firsts), rows] int64: for the rows of all ``spans`` each of these numbers of their spans, counted up within
+    the span."""
     lengths = torch.tensor([len(span) for span in spans], dtype=torch.int64)
     within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return torch.tensor(starts, dtype=torch.int64).repeat_interleave(lengths, 1) + within
+    return torch.tensor(firsts, dtype=torch.int64).repeat_interleave(lengths, 1) + within

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Job:
 
 
 class Engine:
-    """vLLM's `LLM`, asked by token ids; up to eight prompts are under way at once."""
+    """vLLM's `LLM`, asked by token ids; up to eight prompts are under way at once. It starts in the background."""
 
     def __init__(self, folder: str, *, blending: bool, config: dict[str, str] | None = None, **flags: Any) -> None:
         given = {**ENGINE, **flags, "model": folder}
@@ -53,7 +54,7 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, given, own), daemon=True)
         self._process.start()
-        self._receive()
+        self._ready = False
 
     def ask(self, prompt: Sequence[int], tokens: int = 8, *, salt: str | None = None, **options: Any) -> Answer:
         """One prompt; ``options`` are blendstore's."""
@@ -70,21 +71,37 @@ class Engine:
     ) -> dict[int, Answer]:
         """Answers by number; without those of the doomed."""
         job = Job(list(asked), tokens, doomed or {}, list(salts or [None] * len(asked)), prompt_logprobs)
-        self._pipe.send(job)
-        answers: dict[int, Answer] = self._receive()
+        answers: dict[int, Answer] = self._told(job)
         return answers
+
+    def ready(self) -> None:
+        """Wait until it is there. Raises what kept it from starting."""
+        if not self._ready:
+            self._receive()
+            self._ready = True
 
     def tell(self, what: str, *arguments: Any) -> Any:
         """One of the questions that `_questions` answers."""
-        self._pipe.send((what, arguments))
-        return self._receive()
+        return self._told((what, arguments))
+
+    def case(self, name: str, *arguments: Any) -> Any:
+        """What that function of `cases` returns in the engine's process. No request may be under way."""
+        return self.tell("case", name, *arguments)
 
     def close(self) -> None:
         """Stop it."""
+        if not self._ready:
+            self._process.kill()
+            return
         self._pipe.send(None)
         self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
+
+    def _told(self, job: object) -> Any:
+        self.ready()
+        self._pipe.send(job)
+        return self._receive()
 
     def _receive(self) -> Any:
         while not self._pipe.poll(1):
@@ -103,15 +120,17 @@ def _serve(pipe: Any, flags: dict[str, Any], config: dict[str, str]) -> None:
         from vllm import LLM
 
         engine = LLM(**flags).llm_engine
-        preempted = _counted(engine)
+        scheduler = engine.engine_core.engine_core.scheduler
+        preempted = _counted(scheduler)
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
         return
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         try:
-            pipe.send(_run(engine, job) if isinstance(job, Job) else _questions(preempted, *job))
+            pipe.send(_run(engine, job) if isinstance(job, Job) else _questions(scheduler, preempted, job[0], *job[1]))
         except Exception as error:
+            traceback.print_exc()
             pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
     os._exit(0)  # the engine's threads would be waited for
 
@@ -154,9 +173,9 @@ def _answer(done: Any) -> Answer:
     return Answer(list(best.token_ids), logprobs, done.num_cached_tokens or 0, asked)
 
 
-def _counted(engine: Any) -> list[str]:
+def _counted(scheduler: Any) -> list[str]:
     """Requests that the scheduler preempts, from now on."""
-    scheduler, out = engine.engine_core.engine_core.scheduler, []
+    out: list[str] = []
     plain = scheduler._preempt_request
 
     def counted(request: Any, *args: Any, **named: Any) -> Any:
@@ -167,10 +186,20 @@ def _counted(engine: Any) -> list[str]:
     return out
 
 
-def _questions(preempted: list[str], what: str, arguments: tuple[Any, ...]) -> Any:
+def _questions(scheduler: Any, preempted: list[str], what: str, *arguments: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     serving = get_kv_transfer_group()._serving
+    if what == "case":
+        from tests.engines.vllm import cases
+
+        return getattr(cases, arguments[0])(*arguments[1:])
+    if what == "link":
+        from tests.engines.vllm import links
+
+        return links.put(scheduler.connector._scheduling, *arguments)
+    if what == "unanswered":
+        return scheduler.connector._recorder.counts["unanswered"]
     if what == "preemptions":
         return len(preempted)
     if what == "counts":

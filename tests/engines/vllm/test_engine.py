@@ -7,25 +7,10 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.engines import Answer, Engine
-from tests.engines.vllm.models import SEPARATOR, WORDS, folder_of
+from tests.engines.vllm.models import SEPARATOR, folder_of
+from tests.engines.vllm.prompts import QUESTION, SYSTEM, A, B, C, D, prompt, words
 
 FULL: dict[str, Any] = {"ratio": 1.0}
-
-
-def words(seed: int, count: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(WORDS.start, WORDS.stop) for _ in range(count)]
-
-
-SYSTEM, QUESTION = words(1, 15), words(5, 20)
-A, B, C, D = words(2, 100), words(3, 77), words(4, 50), words(6, 64)
-
-
-def prompt(*documents: list[int], system: list[int] = SYSTEM, question: list[int] = QUESTION) -> list[int]:
-    out = list(system)
-    for part in (*documents, question):
-        out += [*SEPARATOR, *part]
-    return out
 
 
 def assert_same(found: Answer, wanted: Answer) -> None:
@@ -228,7 +213,7 @@ def test_case_f01_a_store_that_fails_costs_time_and_no_answer(kind: str, blendin
 def test_prefix_caching_of_the_engine_and_blending_exclude_each_other() -> None:
     """Blended blocks would be hashed as true prefixes: refused at start, with the reason and the way out."""
     with pytest.raises(RuntimeError, match=r"prefix caching is on.*--no-enable-prefix-caching"):
-        Engine(str(folder_of("llama")), blending=True, enable_prefix_caching=True)
+        Engine(str(folder_of("llama")), blending=True, enable_prefix_caching=True).ready()
 
 
 def test_plain_caching_works_beside_the_engines_prefix_caching(plain: Engine) -> None:

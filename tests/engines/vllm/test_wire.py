@@ -19,6 +19,10 @@ from blendstore_vllm.wire import LIMIT, VERSION, Client, Server, WireError, rece
 ASK = Ask("r1", np.arange(100, dtype=np.uint32).tobytes(), {"ratio": 0.5, "reuse": True}, "salt", "", 3, 99)
 
 
+def nothing() -> None:
+    """Nobody counts."""
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "own" / "a.sock"
@@ -32,7 +36,7 @@ def server(path: Path) -> Iterator[Server]:
 
 
 def test_an_answer_is_the_workers(server: Server, path: Path) -> None:
-    client = Client(path)
+    client = Client(path, nothing)
     assert client.look(ASK) == Found(99, 400.0)
     assert client.look(ASK) == Found(99, 400.0), "the connection is kept"
     client.close()
@@ -64,7 +68,7 @@ def test_foreign_frames_end_the_connection_and_nothing_else(server: Server, path
         peer.shutdown(socket.SHUT_WR)
         peer.settimeout(5)
         assert peer.recv(1) == b""
-    assert Client(path).look(ASK).target == 99
+    assert Client(path, nothing).look(ASK).target == 99
 
 
 def test_a_body_that_is_no_question_ends_the_connection(server: Server, path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_body_that_is_no_question_ends_the_connection(server: Server, path: Pa
         peer.settimeout(5)
         send(peer, msgspec.msgpack.encode({"name": 3}))
         assert peer.recv(1) == b""
-    assert Client(path).look(ASK).target == 99
+    assert Client(path, nothing).look(ASK).target == 99
 
 
 def test_a_frame_over_the_limit_is_never_sent() -> None:
@@ -95,7 +99,7 @@ def test_a_failing_look_up_is_a_miss(path: Path) -> None:
         raise OSError("broken")
 
     server = Server(path, fails)
-    assert Client(path).look(ASK) == Found(3, 0.0)
+    assert Client(path, nothing).look(ASK) == Found(3, 0.0)
     server.close()
 
 
@@ -107,7 +111,7 @@ def test_a_wedged_worker_delays_the_scheduler_once(path: Path) -> None:
         release.wait(30)
         return Found(ask.limit, 0.0)
 
-    server, client = Server(path, wedged), Client(path)
+    server, client = Server(path, wedged), Client(path, nothing)
     assert client.look(ASK) == Found(3, 0.0)
     began = time.monotonic()
     answers = [client.look(ASK) for _ in range(100)]
@@ -117,8 +121,32 @@ def test_a_wedged_worker_delays_the_scheduler_once(path: Path) -> None:
     server.close()
 
 
+def test_a_worker_that_never_answers_is_asked_ever_less_and_every_miss_is_counted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left alone for 20 ms, 40 ms, and so on: asked at most 7 times in 1.3 s, where equal pauses would be 32."""
+    monkeypatch.setattr(wire, "_PATIENCE", 0.02)
+    release, reached, missed = threading.Event(), list[Ask](), list[None]()
+
+    def wedged(ask: Ask) -> Found:
+        reached.append(ask)
+        release.wait(30)
+        return Found(ask.limit, 0.0)
+
+    server, client = Server(path, wedged), Client(path, lambda: missed.append(None))
+    asked, end = 0, time.monotonic() + 1.3
+    while time.monotonic() < end:
+        assert client.look(ASK) == Found(3, 0.0)
+        asked += 1
+        time.sleep(0.002)
+    assert 2 <= len(reached) <= 7
+    assert len(missed) == asked
+    release.set()
+    server.close()
+
+
 def test_a_worker_that_has_gone_is_a_miss_and_one_that_is_back_is_found(path: Path) -> None:
-    server, client = Server(path, lambda ask: Found(7, 0.0)), Client(path)
+    server, client = Server(path, lambda ask: Found(7, 0.0)), Client(path, nothing)
     assert client.look(ASK).target == 7
     client.close()
     server.close()

@@ -22,7 +22,7 @@ from .messages import Keep, Load
 from .scheduling import Scheduling
 from .serve import Serving
 from .setup import configuration, refuse_prefix_caching, set_up
-from .telemetry import Prometheus, Told
+from .telemetry import Prometheus, Recorder, Told
 
 log = logging.getLogger("blendstore.vllm")
 
@@ -48,10 +48,11 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._serving: Serving | None = None
         self._server: wire.Server | None = None
         self._errors: set[int] = set()
+        self._recorder = Recorder()
         if role == KVConnectorRole.WORKER:
             _remember_runners()
             return
-        link = wire.link(self._engine)
+        link = wire.link(self._engine, lambda: self._recorder.event("unanswered"))
         self._scheduling = Scheduling(link, budget_ms=self._config.blend_budget_ms)
         if link is not None and transfer.kv_load_failure_policy != "recompute":
             # vLLM's default fails the request; a failed restore must only cost time.
@@ -114,7 +115,7 @@ class BlendStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> Told | None:
         """What happened since the last step; it goes to the process that answers ``/metrics``."""
-        return None if self._serving is None else self._serving.metrics.take()
+        return (self._recorder if self._serving is None else self._serving.metrics).take()
 
     def shutdown(self) -> None:
         """Stop answering look-ups; what is being copied is waited for."""

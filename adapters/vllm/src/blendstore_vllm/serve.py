@@ -168,12 +168,13 @@ class Serving:
                 def made(salt: str) -> Namespace:
                     return namespace(identity, salt)
 
+                # With an adapter nothing is blended: whole prompts are kept, for an exact prefix ends where nothing is.
                 found = self._pipelines[lora] = Pipeline(
                     self.store,
-                    self.config,
+                    replace(self.config, enable_blending=False) if lora else self.config,
                     made,
                     bytes_per_token=self.geometry.bytes_per_token,
-                    separators=self.separators,
+                    separators=None if lora else self.separators,
                 )
             return found
 

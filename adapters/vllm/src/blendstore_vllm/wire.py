@@ -31,7 +31,9 @@ LIMIT = 16 << 20
 """Bytes of a frame's body: four million tokens."""
 _HEADER = struct.Struct(">BI")
 _PATIENCE = 0.5
-"""Seconds that an answer may take, and that a worker that failed is left alone."""
+"""Seconds that an answer may take, and that a worker that failed is left alone the first time; then twice as long."""
+_LONGEST = 30.0
+"""Seconds that it is left alone at most: a worker that never answers again costs a sixtieth of the time."""
 Look = Callable[[Ask], Found]
 
 
@@ -60,12 +62,12 @@ def withdraw(engine: str) -> None:
     _here.pop(engine, None)
 
 
-def link(engine: str) -> Link | None:
-    """The worker of ``engine``; None when it has no store."""
+def link(engine: str, missed: Callable[[], None]) -> Link | None:
+    """The worker of ``engine``; None when it has no store. ``missed`` is called for each look-up without an answer."""
     if engine in _here:
-        return _Direct(_here[engine])
+        return _Direct(_here[engine], missed)
     path = path_of(engine)
-    return Client(path) if path.is_socket() else None
+    return Client(path, missed) if path.is_socket() else None
 
 
 def path_of(engine: str) -> Path:
@@ -75,13 +77,14 @@ def path_of(engine: str) -> Path:
 
 
 class _Direct:
-    def __init__(self, look: Look) -> None:
-        self._look = look
+    def __init__(self, look: Look, missed: Callable[[], None]) -> None:
+        self._look, self._missed = look, missed
 
     def look(self, ask: Ask) -> Found:
         try:
             return self._look(ask)
         except Exception as error:
+            self._missed()
             log.warning("looking a prompt up failed: %s", f"{type(error).__name__}: {error}")
             return Found(ask.held, 0.0)
 
@@ -137,17 +140,19 @@ class Server:
 
 
 class Client:
-    """Asks one worker. A failure or a late answer is a miss, and nothing is asked again for a moment."""
+    """Asks one worker. A failure or a late answer is a miss, and nothing is asked again for a while, which doubles as
+    long as nothing is answered."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, missed: Callable[[], None]) -> None:
+        self._path, self._missed = path, missed
         self._socket: socket.socket | None = None
-        self._rest = 0.0
+        self._rest, self._pause = 0.0, _PATIENCE
         self._decoder = msgspec.msgpack.Decoder(Found)
 
     def look(self, ask: Ask) -> Found:
         miss = Found(ask.held, 0.0)
         if time.monotonic() < self._rest:
+            self._missed()
             return miss
         try:
             if self._socket is None:
@@ -156,13 +161,18 @@ class Client:
                 self._socket.connect(str(self._path))
             send(self._socket, msgspec.msgpack.encode(ask))
             found: Found = self._decoder.decode(receive(self._socket, within=_PATIENCE))
+            self._pause = _PATIENCE
             return found
         except (WireError, OSError, msgspec.MsgspecError) as error:
             self.close()
-            self._rest = time.monotonic() + _PATIENCE
+            self._missed()
             log.warning(
-                "the worker's store didn't answer, prompts are computed: %s", f"{type(error).__name__}: {error}"
+                "the worker's store didn't answer, prompts are computed for %g s: %s",
+                self._pause,
+                f"{type(error).__name__}: {error}",
             )
+            self._rest = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST)
             return miss
 
     def close(self) -> None:
