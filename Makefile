@@ -12,7 +12,7 @@ SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm bench bench-store quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +57,8 @@ format: build ## rewrite the sources as lint wants them
 	cargo fmt --all
 	ruff check --fix -q . ; ruff format .
 
-test-rust: $(VENV)/.ready ## unit, model and property tests of the Rust core
-	cargo test --release --quiet -p blendstore-core
+test-rust: $(VENV)/.ready ## unit, model and property tests of the Rust crates, crashes and kills, and 30 s of each fuzzer
+	BLENDSTORE_FUZZ_SECONDS=30 cargo test --release --quiet --workspace --exclude blendstore-python
 
 test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of the lock-free tables
 	RUSTFLAGS="--cfg loom" cargo test --release --quiet -p blendstore-core --target-dir target/loom --lib loom
@@ -101,6 +101,9 @@ test-vllm-%: .venv-vllm-%/.ready models
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $*+cpu\n' > vllm-$*+cpu.dist-info/METADATA
 	@touch $@
 
+fuzz: $(VENV)/.ready ## feed broken frames and segment files to what reads them (SECONDS=600 for each)
+	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) cargo test --release --quiet -p blendstore-tiers --test fuzz -- --nocapture
+
 bench: build models ## speed on this machine: blending on a CPU, and the store
 	$(PY) benches/bench_blend_cpu.py --json out/bench-blend-cpu.json
 	$(MAKE) bench-store
@@ -108,6 +111,10 @@ bench: build models ## speed on this machine: blending on a CPU, and the store
 bench-store: build ## the store from Rust (Criterion) and from Python
 	cargo bench -p blendstore-core --quiet
 	$(PY) benches/bench_store.py --json out/bench-store.json
+
+bench-disk: $(VENV)/.ready ## the disk tier against fio in the same directory (DIRECTORY=…), and a start over 100,000 records
+	@mkdir -p out
+	cargo bench -p blendstore-tiers --bench disk -- --json $(CURDIR)/out/bench-disk.json $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 quality: build models ## what each way of reuse costs in quality, on the fixed prompt set (hours on a CPU; DEVICE=cuda)
 	blendstore bench quality --device $(or $(DEVICE),cpu) --json out/quality.json --plot out/quality.png --resume out/quality.jsonl

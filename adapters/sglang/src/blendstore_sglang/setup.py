@@ -7,13 +7,13 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from blendstore import Store
 from blendstore.blend import Geometry, pin, warm_up
 from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
 from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, prove_selector, separators
+from blendstore.tiers import open_store
 
 from .cache import BlendingCache
 from .model import SGLangModel
@@ -58,7 +58,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             tp_size=context.tp_size,
         )
 
-    store = Store(capacity_bytes=config.max_local_cpu_bytes, chunk_size=config.chunk_size, policy=config.cache_policy)
+    store = open_store(config, rank=context.tp_rank)
     serving = Serving(
         config=config,
         geometry=geometry,
