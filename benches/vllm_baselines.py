@@ -1,10 +1,11 @@
-"""The three ways to serve that are compared, one command each: the real ``vllm serve`` and ``multi_doc_qa`` against it.
+"""The three ways to serve that are compared, one command each: the real ``vllm serve`` and a benchmark against it.
 
     python benches/vllm_baselines.py plain --model MODEL            # vLLM alone
     python benches/vllm_baselines.py cache --model MODEL            # exact prefixes kept in 60 GiB of memory
     python benches/vllm_baselines.py blend --model MODEL            # documents reused at any position
 
-Flags behind ``--`` go to ``blendstore bench multi-doc-qa``; ``--serve`` takes more flags of ``vllm serve``.
+Flags behind ``--`` go to the benchmark, ``blendstore bench multi-doc-qa`` (or ``--bench shuffle-doc-qa``); ``--serve`` takes
+more flags of ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         _wait(server, port, args.patience, log)
         print(f"{args.way}: vllm serve is up after {time.perf_counter() - began:.0f} s, log in {log}", flush=True)
         flags = ["--base-url", f"http://127.0.0.1:{port}/v1", "--model", args.model, *rest]
-        code = blendstore(["bench", "multi-doc-qa", *flags])
+        code = blendstore(["bench", args.bench, *flags])
     finally:
         server.terminate()
         try:
@@ -111,10 +112,11 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     add("way", choices=CONFIGS)
     add("--model", required=True, help="path or hub name")
     add("--serve", default="", metavar="FLAGS", help="more flags of vllm serve, in one string")
+    add("--bench", choices=["multi-doc-qa", "shuffle-doc-qa"], default="multi-doc-qa", help="(default: multi-doc-qa)")
     add("--port", type=int, default=0, help="default: a free one")
     add("--patience", type=float, default=600.0, help="seconds until the server must be up (default: 600)")
     add("--log", default="out/vllm-serve.log", help="the server's (default: out/vllm-serve.log)")
-    add("flags", nargs="*", metavar="-- FLAGS", help="of blendstore bench multi-doc-qa")
+    add("flags", nargs="*", metavar="-- FLAGS", help="of the benchmark")
     args = parser.parse_args()
     return args, args.flags
 

@@ -1,11 +1,10 @@
-"""The real ``vllm serve`` with a real small model, scheduler and worker in processes of their own: the seeds'
-benchmarks against it, options in the OpenAI body, the log."""
+"""The real ``vllm serve`` with a real small model, started as the baseline that blends is, scheduler and worker in
+processes of their own: the seeds' benchmarks against it, options in the OpenAI body, the log, real prose."""
 
 import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from benches.vllm_baselines import command
 
 from blendstore.bench import models
 from blendstore.cli import main
@@ -41,19 +41,17 @@ class Http:
         self.url = f"http://127.0.0.1:{self.port}"
         self.sockets = folder / "sockets"
         self.sockets.mkdir()
-        command = [
-            str(Path(sys.executable).parent / "vllm"), "serve", str(models.resolve(SERVED)), "--served-model-name",
-            SERVED, "--port", str(self.port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "4096", "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
-            "--kv-transfer-config", '{"kv_connector": "BlendStoreConnector", "kv_role": "kv_both"}',
-        ]  # fmt: skip
+        more = f"--served-model-name {SERVED} --dtype float32 --enforce-eager --max-model-len 4096"
+        flags = [*more.split(), "--gpu-memory-utilization", "0.3"]
+        started = command("blend", str(models.resolve(SERVED)), self.port, flags)
         env = {
             **os.environ, "BLENDSTORE_CONFIG_FILE": str(config), "TMPDIR": str(self.sockets),
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
         with self.log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        for _ in range(600):
+            self.process = subprocess.Popen(started, stdout=out, stderr=subprocess.STDOUT, env=env)
+        end = time.monotonic() + 580
+        while time.monotonic() < end:
             if self.process.poll() is not None:
                 raise AssertionError(self.log.read_text()[-5000:])
             try:
@@ -167,36 +165,84 @@ def test_the_counters_reach_the_engines_metrics(server: Http) -> None:
     assert found['blendstore_blending{tp_rank="0"}'] == 1
 
 
-def test_at_ratio_one_a_real_model_answers_as_without_reuse(server: Http) -> None:
-    """Real prose in several orders, each prompt blended and computed: the same tokens, log-probabilities to 1e-2."""
-    from transformers import AutoTokenizer
+DOCUMENTS = [
+    "The lighthouse at Skerry Point was built in 1871 by two brothers who never spoke to each other again. " * 3,
+    "Every spring the town paints its bridge blue, because the river spirits are said to dislike any other. " * 3,
+    "The baker Osvald keeps a raven called Minutes, which steals coins and returns them on Sundays. " * 3,
+]
+LEAD, QUESTION = "You are a helpful assistant.", " # # What is the raven's name? It is called"
 
-    tokenizer = AutoTokenizer.from_pretrained(models.resolve(SERVED))
-    documents = [
-        "The lighthouse at Skerry Point was built in 1871 by two brothers who never spoke to each other again. " * 3,
-        "Every spring the town paints its bridge blue, because the river spirits are said to dislike any other. " * 3,
-        "The baker Osvald keeps a raven called Minutes, which steals coins and returns them on Sundays. " * 3,
-    ]
-    question = " # # What is the raven's name? It is called"
 
-    def ask(order: tuple[int, ...], **options: Any) -> tuple[list[str], list[float]]:
-        text = "You are a helpful assistant." + "".join(f" # # {documents[number]}" for number in order) + question
-        answer = httpx.post(
-            f"{server.url}/v1/completions",
-            json={
-                "model": SERVED, "prompt": tokenizer(text)["input_ids"], "max_tokens": 12, "temperature": 0,
-                "logprobs": 0, "kv_transfer_params": {"blendstore": options},
-            },
-            timeout=120,
-        )  # fmt: skip
-        told = answer.json()["choices"][0]["logprobs"]
-        return told["tokens"], told["token_logprobs"]
+class Prose:
+    """Prompts of real prose in several orders, asked of the server; each document was seen alone first."""
 
+    def __init__(self, server: Http) -> None:
+        from transformers import AutoTokenizer
+
+        self.server, self._tokenizer = server, AutoTokenizer.from_pretrained(models.resolve(SERVED))
+        for number in range(3):
+            self.ask((number,))
+
+    def ids(self, order: tuple[int, ...]) -> list[int]:
+        """The prompt's tokens."""
+        text = LEAD + "".join(f" # # {DOCUMENTS[number]}" for number in order) + QUESTION
+        found: list[int] = self._tokenizer(text)["input_ids"]
+        return found
+
+    def ask(self, order: tuple[int, ...], count: int = 0, **options: Any) -> dict[str, Any]:
+        """Greedy tokens and their log-probabilities, with those of the ``count`` best ones at each place."""
+        body = {
+            "model": SERVED, "prompt": self.ids(order), "max_tokens": 12, "temperature": 0, "logprobs": count,
+            "kv_transfer_params": {"blendstore": options},
+        }  # fmt: skip
+        answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120)
+        told: dict[str, Any] = answer.json()["choices"][0]["logprobs"]
+        return told
+
+
+ORDERS = [(2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def prose(server: Http) -> Prose:
+    return Prose(server)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_at_ratio_one_a_real_model_answers_as_without_reuse(prose: Prose, order: tuple[int, ...]) -> None:
+    """The same tokens, log-probabilities to 1e-2."""
+    computed = prose.ask(order, reuse=False, store=False)
+    blended = prose.ask(order, ratio=1.0, store=False)
+    assert prose.server.requests()[-1]["recomputed"] >= 100
+    assert blended["tokens"] == computed["tokens"]
+    assert blended["token_logprobs"] == pytest.approx(computed["token_logprobs"], abs=1e-2)
+
+
+def test_at_the_configured_ratio_a_real_model_answers_as_in_process(prose: Prose) -> None:
+    """So what is measured of the quality in process holds for the server: the five best tokens after every prompt, and
+    how many tokens are reused and recomputed, are those of the engine in transformers with the same documents."""
+    import torch
+
+    from blendstore.config import Config
+    from blendstore.options import RequestOptions
+    from blendstore_transformers import Engine
+
+    config = Config.load(
+        env={}, overrides={"enable_blending": True, "max_local_cpu_size": 0.5, "chunk_size": 64}
+    )  # fmt: skip
+    embedded = Engine.from_pretrained(models.resolve(SERVED), config)
     for number in range(3):
-        ask((number,))
-    for order in ((2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 2, 1)):
-        computed = ask(order, reuse=False, store=False)
-        blended = ask(order, ratio=1.0, store=False)
-        assert server.requests()[-1]["recomputed"] >= 100
-        assert blended[0] == computed[0]
-        assert blended[1] == pytest.approx(computed[1], abs=1e-2)
+        embedded.prefill(prose.ids((number,)))
+    differs = []
+    for order in ORDERS:
+        found = prose.ask(order, 5, store=False)["top_logprobs"][0]
+        row = prose.server.requests()[-1]
+        wanted = embedded.prefill(prose.ids(order), RequestOptions(store=False))
+        report = wanted.report
+        assert (row["reused"], row["recomputed"]) == (report.reused, report.recomputed)
+        assert report.recomputed > 0
+        best = torch.log_softmax(wanted.logits, -1).topk(5).values.tolist()
+        assert sorted(found.values(), reverse=True)[:5] == pytest.approx(best, abs=2e-2)
+        computed = embedded.prefill(prose.ids(order), RequestOptions(reuse=False, store=False))
+        differs.append(float((computed.logits - wanted.logits).abs().max()))
+    assert max(differs) > 0.1, "or these prompts could not tell"
