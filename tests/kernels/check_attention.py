@@ -131,24 +131,6 @@ def test_keys_split_between_blocks(window: int | None, monkeypatch: pytest.Monke
     check(Heads(2, 1, 16), 2, 40, torch.float32, window=window, positions=torch.tensor([0, 39]))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_keys_by_tensor_descriptors(ahead: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of K and V that lie as in the working KV, behind whose last row a descriptor reads nothing, with the products of
-    the next keys ahead or not. A head size that is no power of two can't be read so and has to be right all the same.
-    """
-    tiles = {256: [Tile(32, 32, 4, 1, tables=True, ahead=ahead)]}
-    monkeypatch.setattr(triton_attention, "TILES", tiles)
-    monkeypatch.setattr(triton_attention, "FLOAT32_TILES", tiles)
-    check(Heads(4, 2, 32), 40, 200, dtype)
-    check(Heads(4, 2, 32), 9, 64, dtype, positions=torch.tensor([0, 31, 32, 33, 34, 35, 60, 62, 63]))
-    check(Heads(2, 2, 32), 13, 150, dtype, window=70)
-    check(Heads(2, 1, 32), 13, 150, dtype, softcap=3.0, hide=True)
-    check(Heads(3, 1, 24), 13, 70, dtype)
-    monkeypatch.setattr(triton_attention, "_splits", lambda *_: 3)
-    check(Heads(2, 1, 32), 5, 240, dtype, positions=torch.arange(235, 240))
-
-
 def test_later_keys_never_change_a_row() -> None:
     """Invariant 2, bit for bit: other keys behind a row's position leave its output as it is."""
     nkeys, n = 80, 20

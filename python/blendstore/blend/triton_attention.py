@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 # A logit that is not seen: finite, so that differences of two such logits stay defined.
 _UNSEEN = tl.constexpr(-1.0e30)
@@ -36,90 +35,47 @@ def _logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def _block(
-    X, kv_head, start, nkeys, stride, TABLES: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr,
-):  # fmt: skip
-    """Rows ``start``.. of a KV head [BN, D]: of a tensor descriptor, or of a pointer to the head. Behind the last key
-    there are zeros, if the descriptor or the mask sees to that."""
-    if TABLES:
-        block = X.load([start, kv_head * D])
-    else:
-        row, lane = tl.arange(0, BN), tl.arange(0, D)
-        at = X + tl.cast(start, tl.int64) * stride + row[:, None] * stride + lane[None, :]
-        if MASKED:
-            block = tl.load(at, mask=(start + row < nkeys)[:, None] & (lane < DIM)[None, :], other=0.0)
-        elif D != DIM:
-            block = tl.load(at, mask=(lane < DIM)[None, :], other=0.0)
-        else:
-            block = tl.load(at)
-    return block
-
-
-@triton.jit
-def _weigh(products, top, total, base):
-    """Weights of products that all rows see, times ``base`` logits in base 2: one fused multiplication a weight."""
-    higher = tl.maximum(top, tl.max(products, 1) * base)
-    weight = tl.exp2(products * base - higher[:, None])
-    keep = tl.exp2(top - higher)
-    return weight, keep, higher, total * keep + tl.sum(weight, 1)
-
-
-@triton.jit
 def _over_keys(
-    out, top, total, q, position, K, V, kv_head, HIDDEN, low, high, nkeys, stride_k, stride_v, scale, softcap, window,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, TABLES: tl.constexpr,
+    out, top, total, q, position, K, V, HIDDEN, low, high, nkeys, stride_k, stride_v, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Take keys ``low``..``high``-1 into the running output, maximum and sum; ``low`` is a multiple of BN."""
-    base = scale * 1.4426950408889634
+    column = tl.arange(0, BN)
+    lane = tl.arange(0, D)
     for start in range(low, high, BN):
-        k = _block(K, kv_head, start, nkeys, stride_k, TABLES, MASKED, BN, D, DIM)
-        if MASKED or HIDES or SOFTCAP:
-            logits = _logits(q, tl.trans(k), scale, softcap, SOFTCAP, PRECISION)
-            key = start + tl.arange(0, BN)
-            if MASKED:
-                seen = key[None, :] <= position[:, None]
-                if WINDOWED:
-                    seen = seen & (key[None, :] > position[:, None] - window)
-                logits = tl.where(seen, logits, _UNSEEN)
-            if HIDES:
-                hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
-                logits = tl.where((hidden == 0)[None, :], logits, _UNSEEN)
-            # Multiplied before: where a row sees none of the keys, logit and maximum have to be the same to the bit.
-            weight, keep, top, total = _weigh(logits, top, total, 1.0)
+        key = start + column
+        far = tl.cast(start, tl.int64)
+        k_at = K + far * stride_k + column[None, :] * stride_k + lane[:, None]
+        v_at = V + far * stride_v + column[:, None] * stride_v + lane[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
+        elif D != DIM:
+            k = tl.load(k_at, mask=(lane < DIM)[:, None], other=0.0)
         else:
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            weight, keep, top, total = _weigh(products, top, total, base)
+            k = tl.load(k_at)
+        logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, _UNSEEN)
+        if HIDES:
+            hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
+            logits = tl.where((hidden == 0)[None, :], logits, _UNSEEN)
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.exp2(logits - higher[:, None])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(weight, 1)
         out = out * keep[:, None]
-        v = _block(V, kv_head, start, nkeys, stride_v, TABLES, MASKED, BN, D, DIM)
+        if MASKED:
+            v = tl.load(v_at, mask=(key < nkeys)[:, None] & (lane < DIM)[None, :], other=0.0)
+        elif D != DIM:
+            v = tl.load(v_at, mask=(lane < DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
         out = tl.dot(weight.to(v.dtype), v, out, input_precision=PRECISION)
-    return out, top, total
-
-
-@triton.jit
-def _over_keys_ahead(
-    out, top, total, q, K, V, kv_head, low, high, scale, PRECISION: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """The same for keys that all rows see, by descriptors: the products of the next keys are under way while weights
-    of these are computed. The first weights are zero, and the products behind the last block are thrown away."""
-    if low < high:
-        base = scale * 1.4426950408889634
-        k = K.load([low, kv_head * D])
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        weight = tl.zeros_like(products).to(k.dtype)
-        for start in range(low, high, BN):
-            # Waiting for this product means waiting for the one of the keys, which was started before.
-            v = V.load([tl.maximum(start - BN, low), kv_head * D])
-            out = tl.dot(weight, v, out, input_precision=PRECISION)
-            k = K.load([start + BN, kv_head * D])
-            following = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            fresh, keep, top, total = _weigh(products, top, total, base)
-            out = out * keep[:, None]
-            weight = fresh.to(k.dtype)
-            products = following
-        v = V.load([high - BN, kv_head * D])
-        out = tl.dot(weight, v, out, input_precision=PRECISION)
+        top = higher
     return out, top, total
 
 
@@ -127,13 +83,12 @@ def _over_keys_ahead(
 def _attend(
     Q, K, V, POSITION, HIDDEN, OUT, NORMALISER, PART, n, nkeys, splits, stride_qn, stride_qh, stride_kn, stride_kh,
     stride_vn, stride_vh, stride_on, stride_oh, scale, softcap, window, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, TABLES: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    # The blocks with the most keys come first, of all heads, so that the last ones to run are short.
-    kv_head = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    # The blocks with the most keys come first, so that the last ones to run are short.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
     packed = block * BM + tl.arange(0, BM)
     row = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -161,29 +116,23 @@ def _attend(
         inner = tl.minimum(tl.maximum(inner, low), tl.cdiv(tl.maximum(stop, low), BN) * BN)
         outer = tl.minimum(tl.maximum(outer, low), tl.maximum(stop, low) // BN * BN)
 
-    if not TABLES:
-        K += kv_head * stride_kh
-        V += kv_head * stride_vh
+    K += kv_head * stride_kh
+    V += kv_head * stride_vh
     out = tl.zeros([BM, D], tl.float32)
     top = tl.full([BM], _UNSEEN, tl.float32)
     total = tl.zeros([BM], tl.float32)
     if WINDOWED:
         out, top, total = _over_keys(
-            out, top, total, q, position, K, V, kv_head, HIDDEN, low, tl.minimum(inner, stop), nkeys, stride_kn,
-            stride_vn, scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, TABLES, PRECISION, BN, D, DIM,
-        )  # fmt: skip
-    if TABLES and AHEAD and not (HIDES or SOFTCAP):
-        out, top, total = _over_keys_ahead(
-            out, top, total, q, K, V, kv_head, tl.maximum(inner, low), outer, scale, PRECISION, BN, D
-        )
-    else:
-        out, top, total = _over_keys(
-            out, top, total, q, position, K, V, kv_head, HIDDEN, tl.maximum(inner, low), outer, nkeys, stride_kn,
-            stride_vn, scale, softcap, window, False, WINDOWED, HIDES, SOFTCAP, TABLES, PRECISION, BN, D, DIM,
+            out, top, total, q, position, K, V, HIDDEN, low, tl.minimum(inner, stop), nkeys, stride_kn, stride_vn,
+            scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
         )  # fmt: skip
     out, top, total = _over_keys(
-        out, top, total, q, position, K, V, kv_head, HIDDEN, tl.maximum(inner, outer), stop, nkeys, stride_kn,
-        stride_vn, scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, TABLES, PRECISION, BN, D, DIM,
+        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, low), outer, nkeys, stride_kn, stride_vn, scale,
+        softcap, window, False, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+    )  # fmt: skip
+    out, top, total = _over_keys(
+        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, outer), stop, nkeys, stride_kn, stride_vn, scale,
+        softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
     )  # fmt: skip
 
     if SPLIT:
@@ -225,37 +174,35 @@ def _join(
 def _score(
     Q, K, POSITION, HIDDEN, NORMALISER, INTO, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, scale, softcap,
     window, share, row_share, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
-    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
-    MEMBERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys' share of the attention: over the rows of a head the maximum or mean, then over the heads."""
     start = tl.program_id(0) * BN
-    column, lane = tl.arange(0, BN), tl.arange(0, D)
+    column, lane, line = tl.arange(0, BN), tl.arange(0, D), tl.arange(0, BM)
     key = start + column
-    # The rows of a KV head's first query head, then those of the next one; MEMBERS is GROUP, padded.
-    member, line = tl.arange(0, MEMBERS * BM) // BM, tl.arange(0, MEMBERS * BM) % BM
     sum_of_heads = tl.zeros([BN], tl.float32)
     for kv_head in range(HEADS // GROUP):
         k_at = K + start.to(tl.int64) * stride_kn + kv_head * stride_kh + column[None, :] * stride_kn + lane[:, None]
         k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
-        head = kv_head * GROUP + member
-        of_heads = tl.zeros([MEMBERS, BN], tl.float32)
-        for first in range(0, n, BM):
-            row = first + line
-            valid = (row < n) & (member < GROUP)
-            position = tl.load(POSITION + row, mask=valid, other=-1).to(tl.int32)
-            q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head[:, None] * stride_qh + lane[None, :]
-            q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
-            normaliser = tl.load(NORMALISER + head * n + row, mask=valid, other=0.0)
-            seen = key[None, :] <= position[:, None]
-            if WINDOWED:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
-            weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
-            weight = tl.reshape(weight, [MEMBERS, BM, BN])
-            of_heads = tl.maximum(of_heads, tl.max(weight, 1)) if MAXIMUM else of_heads + tl.sum(weight, 1)
-        of_heads *= row_share
-        sum_of_heads += tl.sum(of_heads * of_heads if SQUARE else of_heads, 0)
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            of_head = tl.zeros([BN], tl.float32)
+            for first in range(0, n, BM):
+                row = first + line
+                valid = row < n
+                position = tl.load(POSITION + row, mask=valid, other=-1).to(tl.int32)
+                q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head * stride_qh + lane[None, :]
+                q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
+                normaliser = tl.load(NORMALISER + head * n + row, mask=valid, other=0.0)
+                seen = key[None, :] <= position[:, None]
+                if WINDOWED:
+                    seen = seen & (key[None, :] > position[:, None] - window)
+                logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+                weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
+                of_head = tl.maximum(of_head, tl.max(weight, 0)) if MAXIMUM else of_head + tl.sum(weight, 0)
+            of_head *= row_share
+            sum_of_heads += of_head * of_head if SQUARE else of_head
     if HIDES:
         hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
         sum_of_heads = tl.where(hidden == 0, sum_of_heads, 0.0)
@@ -265,41 +212,35 @@ def _score(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows times heads and keys of a block, warps, and stages of its pipeline; whether keys come by tensor descriptors
-    (where K and V lie such that they can), and whether products of the next keys are then computed ahead."""
+    """Rows times heads and keys of a block, warps, and stages of its pipeline."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    tables: bool = False
-    ahead: bool = False
 
     def shared_bytes(self, dim: int, width: int, itemsize: int) -> int:
         """Shared memory that the block needs, about: rows of ``dim``, and a pipeline of keys with what they bring."""
-        pipeline = self.keys * width * self.stages
-        weights = (self.rows + dim) * self.keys if self.ahead else 0
-        return (self.rows * dim + pipeline + weights) * itemsize
+        return (self.rows * dim + self.keys * width * self.stages) * itemsize
 
 
 # By padded head size up to which they are used, best first; the first that fits the device's shared memory is taken.
 # Float32 has no tensor cores of full precision, so its tiles are sized for registers.
 TILES: dict[int, list[Tile]] = {
     64: [Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
-    128: [Tile(128, 128, 8, 2, tables=True), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
+    128: [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)],
     256: [Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)],
 }
 FLOAT32_TILES: dict[int, list[Tile]] = {128: [Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 
 
 @cache
-def _device(device: torch.device) -> tuple[int, int, bool]:
-    """Shared memory of a block in bytes, multiprocessors, and whether they read by tensor descriptors; round figures
-    under the interpreter."""
+def _device(device: torch.device) -> tuple[int, int]:
+    """Shared memory of a block in bytes, and multiprocessors; round figures under the interpreter."""
     if device.type != "cuda":
-        return 1 << 16, 4, True
+        return 1 << 16, 4
     found: Any = torch.cuda.get_device_properties(device)
-    return found.shared_memory_per_block_optin, found.multi_processor_count, found.major >= 9
+    return found.shared_memory_per_block_optin, found.multi_processor_count
 
 
 def fitting(tiles: dict[int, list[Tile]], dim: int, width: int, dtype: torch.dtype, device: torch.device) -> Tile:
@@ -337,15 +278,12 @@ def attend(
     blocks = triton.cdiv(n * (heads // kv_heads), shape.rows)
     splits = _splits(blocks * kv_heads, nkeys, shape.keys, q.device)
     part = torch.empty((splits, heads, n, padded + 2), dtype=torch.float32, device=q.device) if splits > 1 else None
-    tables = shape.tables and _device(q.device)[2] and all(_regular(t, padded) for t in (k, v))
-    keys, values = ((_table(t, shape.keys) if tables else t) for t in (k, v))
-    _attend[(kv_heads, blocks, splits)](
-        q, keys, values, positions, hidden, out, normaliser, part, n, nkeys, splits, q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0,
-        window or 0, HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
-        HIDES=hidden is not None, SOFTCAP=softcap is not None, SPLIT=splits > 1, TABLES=tables,
-        AHEAD=tables and shape.ahead, PRECISION="ieee", BM=shape.rows, BN=shape.keys, D=padded, DIM=dim,
-        num_warps=shape.warps, num_stages=shape.stages,
+    _attend[(blocks, kv_heads, splits)](
+        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, splits, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0, window or 0,
+        HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
+        HIDES=hidden is not None, SOFTCAP=softcap is not None, SPLIT=splits > 1, PRECISION="ieee", BM=shape.rows,
+        BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(n, heads)](
@@ -355,30 +293,9 @@ def attend(
     return out, normaliser
 
 
-def _regular(t: Tensor, padded: int) -> bool:
-    """Whether a tensor descriptor can read the heads of ``t`` [nkeys, kv_heads, dim] as columns of one matrix."""
-    dim, size = t.shape[2], t.element_size()
-    aligned = t.data_ptr() % 16 == 0 and t.stride(0) * size % 16 == 0
-    return dim == padded and aligned and (t.shape[1] == 1 or t.stride(1) == dim)
-
-
-def _table(t: Tensor, keys: int) -> Any:
-    """Blocks of ``keys`` rows of one head of ``t``; behind its last row they are zero."""
-    nkeys, kv_heads, dim = t.shape
-    return TensorDescriptor(t, [nkeys, kv_heads * dim], [t.stride(0), 1], [keys, dim])
-
-
 def _splits(blocks: int, nkeys: int, keys: int, device: torch.device) -> int:
     """Parts that the keys are cut in, with some key blocks each, so that there are blocks for the whole device."""
-    return _best_splits(blocks, min(nkeys // (4 * keys), _MOST_SPLITS), _device(device)[1])
-
-
-@cache
-def _best_splits(blocks: int, most: int, processors: int) -> int:
-    """The number that keeps the processors busiest, each with one block at a time; parts cost about 1 % each."""
-    if blocks >= processors:
-        return 1
-    return min(range(1, max(1, most) + 1), key=lambda s: triton.cdiv(blocks * s, processors) / s * (1 + s / 100))
+    return max(1, min(2 * _device(device)[1] // blocks, nkeys // (4 * keys), _MOST_SPLITS))
 
 
 def add_scores(
@@ -392,16 +309,14 @@ def add_scores(
     nkeys, kv_heads, _ = k.shape
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     padded = max(16, triton.next_power_of_2(dim))
-    members = triton.next_power_of_2(heads // kv_heads)
-    slow = q.dtype == torch.float32 or padded > 128
-    rows = max(1, (32 if slow else 128) // members)
-    keys = 32 if slow else 64
+    rows = 32
+    keys = 32 if q.dtype == torch.float32 or padded > 128 else 64
     _score[(triton.cdiv(nkeys, keys),)](
         q, k, positions, hidden, normaliser, into, n, nkeys, q.stride(0), q.stride(1), k.stride(0), k.stride(1), scale,
         softcap or 0.0, window or 0, 1.0 / heads, 1.0 if reduce == "max" else 1.0 / n, HEADS=heads,
         GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys, HIDES=hidden is not None,
-        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", SQUARE=square, PRECISION="ieee",
-        MEMBERS=members, BM=rows, BN=keys, D=padded, DIM=dim, num_warps=4 if slow else 8, num_stages=2,
+        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", SQUARE=square, PRECISION="ieee", BM=rows,
+        BN=keys, D=padded, DIM=dim, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
