@@ -210,7 +210,7 @@ fn frames() {
 
 fn segments() {
     let (mut random, mut rounds) = (Random::new("segments"), 0u64);
-    let scratch = common::Scratch::new("fuzz");
+    let scratch = common::Scratch::in_memory("fuzz");
     let store = common::open(&scratch.0, 8 << 20, 64 << 20).expect("a store");
     let numbers: Vec<u32> = (0..12).collect();
     numbers

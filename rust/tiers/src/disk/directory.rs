@@ -31,6 +31,14 @@ impl Directory {
             .recursive(true)
             .mode(0o700)
             .create(&path)?;
+        // What is in it will be read, believed as far as its checksums go, and swept: it must not be somebody else's, and no
+        // link that leads to other things of ours.
+        let about = fs::symlink_metadata(&path)?;
+        // SAFETY: a call without arguments that can't fail.
+        if !about.is_dir() || about.uid() != unsafe { libc::geteuid() } {
+            let message = format!("{} is no directory of this user's", path.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+        }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
         let lock = lock(&path)?;
         let mut directory = Self {

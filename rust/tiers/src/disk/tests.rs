@@ -276,6 +276,17 @@ fn directories_and_files_are_private() {
     }
 }
 
+/// A link in the directory's place, which another user may have put there, is not followed: nothing behind it is touched.
+#[test]
+fn a_link_in_place_of_the_directory_is_refused() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    fs::write(other.0.join("precious"), "x").expect("writable");
+    std::os::unix::fs::symlink(&other.0, scratch.0.join("blendstore-v1")).expect("a link");
+    let error = Disk::open(&options(&scratch)).expect_err("refused");
+    assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+    assert!(other.0.join("precious").exists());
+}
+
 /// Two processes can't use one directory; the second is told who has it.
 #[test]
 fn a_directory_in_use_is_refused() {

@@ -19,6 +19,16 @@ impl Scratch {
         std::fs::create_dir_all(&path).expect("a directory for temporary files");
         Self(path)
     }
+
+    /// Where files are memory, if there is such a place.
+    #[allow(dead_code, reason = "this module is part of several programs")]
+    pub fn in_memory(name: &str) -> Self {
+        let path = Path::new("/dev/shm").join(format!("blendstore-{name}-{}", std::process::id()));
+        match std::fs::create_dir_all(&path) {
+            Ok(()) => Self(path),
+            Err(_) => Self::new(name),
+        }
+    }
 }
 
 impl Drop for Scratch {
