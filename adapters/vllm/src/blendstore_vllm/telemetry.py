@@ -18,12 +18,12 @@ from blendstore.serving import Served
 
 
 def _nothing() -> dict[str, Any]:
-    return {"served": [], "events": {}, "store": {}, "blending": None}
+    return {"served": [], "events": {}, "store": {}, "tiers": {}, "blending": None}
 
 
 @dataclass
 class Told(KVConnectorStats):  # type: ignore[misc]
-    """What happened in one step: prompts as fields of `Served`, events by name, and the latest of the store."""
+    """What happened in one step: prompts as fields of `Served`, events by name, and the latest of the store and its tiers."""
 
     data: dict[str, Any] = field(default_factory=_nothing)
 
@@ -39,7 +39,8 @@ class Told(KVConnectorStats):  # type: ignore[misc]
         """Take what ``other`` tells, which is later."""
         self.data["served"] += other.data["served"]
         self.data["events"] = dict(Counter(self.data["events"]) + Counter(other.data["events"]))
-        self.data["store"] = other.data["store"] or self.data["store"]
+        for name in ("store", "tiers"):
+            self.data[name] = other.data[name] or self.data[name]
         if other.data["blending"] is not None:
             self.data["blending"] = other.data["blending"]
         return self
@@ -83,8 +84,9 @@ class Recorder(ServingMetrics):
 
     def store(self, store: Store) -> None:
         stats = {name: value for name, value in store.stats().items() if isinstance(value, int | float)}
+        tiers = store.tier_stats() if store.tiers else {}
         with self._lock:
-            self._told.data["store"] = stats
+            self._told.data["store"], self._told.data["tiers"] = stats, tiers
 
     def take(self) -> Told | None:
         """What happened since the last call, if anything."""
@@ -112,6 +114,6 @@ class Prometheus(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, count in transfer_stats_data["events"].items():
             metrics.event(name, count)
         if transfer_stats_data["store"]:
-            metrics.stored(transfer_stats_data["store"])
+            metrics.stored(transfer_stats_data["store"], transfer_stats_data["tiers"])
         if transfer_stats_data["blending"] is not None:
             metrics.blending(bool(transfer_stats_data["blending"]))
