@@ -23,7 +23,7 @@ def _nothing() -> dict[str, Any]:
 
 @dataclass
 class Told(KVConnectorStats):  # type: ignore[misc]
-    """What happened in one step: prompts as fields of `Served`, events by name, and the latest of the store and its tiers."""
+    """What happened in one step: prompts as fields of `Served`, events by name, the latest of store and tiers."""
 
     data: dict[str, Any] = field(default_factory=_nothing)
 
