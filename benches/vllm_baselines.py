@@ -4,8 +4,8 @@
     python benches/vllm_baselines.py cache --model MODEL            # exact prefixes kept in 60 GiB of memory
     python benches/vllm_baselines.py blend --model MODEL            # documents reused at any position
 
-Flags behind ``--`` go to the benchmark, ``blendstore bench multi-doc-qa`` (or ``--bench shuffle-doc-qa``); ``--serve`` takes
-more flags of ``vllm serve``.
+Flags behind ``--`` go to the benchmark: ``blendstore bench multi-doc-qa``, or shuffle-doc-qa with ``--bench``.
+``--serve`` takes more flags of ``vllm serve``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def rotary_tables(layers: Sequence[Any]) -> tuple[RotaryTable | None, ...]:
     known: dict[int, RotaryTable] = {}
     out: list[RotaryTable | None] = []
     for index, layer in enumerate(layers):
-        found = {id(module): module for module in layer.modules() if hasattr(module, "cos_sin_cache")}
+        found = {id(module): module for module in layer.modules() if "RotaryEmbedding" in type(module).__name__}
         if len(found) > 1:
             raise Refused(f"layer {index} has {len(found)} rotary embeddings: cached keys can't be moved")
         for number, module in found.items():
