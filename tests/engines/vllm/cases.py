@@ -20,8 +20,7 @@ from blendstore_vllm.messages import Ask, Keep, Load
 from blendstore_vllm.scheduling import first_sight
 from blendstore_vllm.telemetry import Recorder
 from tests.engines.vllm.engines import CONFIG
-from tests.engines.vllm.models import SEPARATOR
-from tests.engines.vllm.prompts import QUESTION, A, B, C, D, prompt
+from tests.engines.vllm.prompts import TAILED, A, B, C, D, prompt
 
 KINDS = ("prefix", "exact", "reused", "recomputed", "fresh")
 
@@ -127,8 +126,8 @@ def several() -> dict[str, Any]:
     out: dict[str, Any] = {f"b03 {ratio}": bench.blend(asked, 200, ratio=ratio) for ratio in (0.15, 0.3, 0.6, 1.0)}
     for ratio in (0.0, 0.5, 1.0):
         out[f"b04 {ratio}"] = bench.blend(prompt(B, C, A), ratio=ratio)
-    # The engine holds all but the last 7 tokens of document A.
-    out["tail"] = bench.blend(prompt(B, A), len(prompt(B, A)) - len(QUESTION) - len(SEPARATOR) - 7, ratio=1.0)
+    bench.keep(prompt(TAILED))
+    out["tail"] = bench.blend(prompt(B, TAILED), ratio=1.0)
     for row in out.values():
         del row["kv"]
     names = [f"look {number}" for number in range(1000)]
