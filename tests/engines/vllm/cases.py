@@ -130,6 +130,8 @@ def several() -> dict[str, Any]:
     out["tail"] = bench.blend(prompt(B, TAILED), ratio=1.0)
     for row in out.values():
         del row["kv"]
+    for number in range(100):  # their requests are over without a word
+        bench.serving.look(bench.ask(asked, name=f"late {number}"))
     names = [f"look {number}" for number in range(1000)]
     for name in names:  # b09: looked up, and never filled
         bench.serving.look(bench.ask(asked, name=name))

@@ -30,6 +30,7 @@ def put(scheduling: Any, kind: str, folder: str = "") -> int:
             raise OSError("the store is broken")
         if kind == "hangs":
             release.wait(120)
+            raise OSError("too late")
         if kind == "dies" and len(new) > 4:
             server.close()
             raise SystemExit  # of this thread: the connection ends in the middle of a question

@@ -42,7 +42,8 @@ class Http:
         self.sockets = folder / "sockets"
         self.sockets.mkdir()
         more = f"--served-model-name {SERVED} --dtype float32 --enforce-eager --max-model-len 4096"
-        flags = [*more.split(), "--gpu-memory-utilization", "0.3"]
+        bounds = "--max-num-batched-tokens 1024 --max-num-seqs 8 --gpu-memory-utilization 0.3"
+        flags = [*more.split(), *bounds.split()]
         started = command("blend", str(models.resolve(SERVED)), self.port, flags)
         env = {
             **os.environ, "BLENDSTORE_CONFIG_FILE": str(config), "TMPDIR": str(self.sockets),

@@ -38,6 +38,8 @@ from .pending import Pending
 from .telemetry import Recorder
 
 log = logging.getLogger("blendstore.vllm")
+# Look-ups whose plans wait to be used. An answer that comes when its request is over would stay forever.
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Serving:
         self.metrics.event("over_budget", outlook.cut > 0 and outlook.target <= ask.held)
         if outlook.target > ask.held:
             self._looked[ask.name] = outlook
+            while len(self._looked) > _REMEMBERED:
+                self._looked.pop(next(iter(self._looked)), None)
         expected = 0.0 if outlook.run is None else self.budget.estimate(self._rows(outlook.run, ask))
         return Found(outlook.target, expected)
 
