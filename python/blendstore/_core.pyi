@@ -14,6 +14,7 @@ from typing_extensions import Buffer
 
 __all__ = [
     "ChunkMeta",
+    "Coder",
     "Event",
     "Lease",
     "LeaseExpired",
@@ -304,3 +305,42 @@ class Store:
         stored, replaced, evicted, aborted, rejected_full, expired_leases, matches, metadata_bytes."""
     def close(self) -> None:
         """Write what is queued for the tiers (for at most 5 s), close them, and drop every chunk in memory."""
+    def close(self) -> None: ...
+
+@final
+class Coder:
+    """A coding of record payloads, as lower tiers keep them (immutable, thread-safe).
+
+    ``raw`` copies; ``lossless`` codes exponents and is bit-exact; ``cachegen`` quantises with trained tables and states
+    its error bound in what it writes. Bytes are the same on every machine.
+    """
+
+    @staticmethod
+    def raw() -> Coder: ...
+    @staticmethod
+    def lossless(element: str | None, planes: int) -> Coder:
+        """For payloads of ``planes`` equal parts (layers × 2) of ``bfloat16``, ``float16`` or ``float32`` elements, or
+        of bytes (None)."""
+    @staticmethod
+    def cachegen(tables: _Buffer, *, threads: int = 1) -> Coder:
+        """With a table file of ``blendstore.codec.train``; a record's chains are coded on up to ``threads`` threads.
+        Raises ``ValueError`` for bytes that are no table file."""
+    @property
+    def name(self) -> str:
+        """``raw``, ``lossless`` or ``cachegen``."""
+    @property
+    def table_id(self) -> bytes | None:
+        """16 bytes that name the tables of ``cachegen``."""
+    def encode(self, payload: _Buffer, ntokens: int, *, source_position: int = 0, format: int = 0) -> bytes:
+        """The coded payload. ``source_position`` is where its first token stood when keys were rotated; ``format`` is
+        the memory format: other than 0 nothing is quantised. Raises ``ValueError`` for what is better kept raw."""
+    def decode(
+        self, coded: _Buffer, nbytes: int, ntokens: int, *, source_position: int = 0, format: int = 0
+    ) -> bytes:
+        """The payload of ``nbytes`` bytes. Raises ``ValueError`` for bytes that are no coded payload, or were coded with
+        other tables."""
+    def symbol_counts(self, payload: _Buffer, *, source_position: int = 0) -> list[list[int]]:
+        """[classes][256]: how often ``cachegen`` meets each symbol in a payload. Raises ``ValueError`` elsewhere."""
+    @staticmethod
+    def error_bound(coded: _Buffer) -> tuple[float, float]:
+        """Most that a key and a value element differ from what was encoded, as a ``cachegen`` payload states it."""

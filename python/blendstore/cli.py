@@ -26,6 +26,7 @@ _BENCHES: Mapping[str, tuple[str, str]] = {
     "multi-doc-qa": ("blendstore.bench.multi_doc_qa", "prompts of several sampled documents: TTFT and its gain"),
     "shuffle-doc-qa": ("blendstore.bench.shuffle_doc_qa", "the same documents in other orders, without separators"),
     "quality": ("blendstore.bench.quality", "what each way of reuse costs in quality"),
+    "codec": ("blendstore.bench.codec", "size against quality and speed of the ways in which records are kept"),
 }
 _PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transformers")
 _INTERRUPTED = 128 + 2  # SIGINT

@@ -3,6 +3,7 @@
 //! `python/blendstore/_core.pyi` is the documentation and the contract; this crate adds no behaviour of its own.
 
 mod chunk_meta;
+mod coder;
 mod dlpack;
 mod error;
 mod event;
@@ -35,6 +36,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reservation::Reservation>()?;
     module.add_class::<matches::Match>()?;
     module.add_class::<event::Event>()?;
+    module.add_class::<coder::Coder>()?;
     module.add_class::<tier::Tier>()?;
     module.add_class::<ticket::Ticket>()?;
     logging::install();

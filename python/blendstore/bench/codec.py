@@ -1,0 +1,175 @@
+"""``blendstore bench codec``: size against quality and speed, of every way in which records are kept or sent.
+
+The KV of held-out prompts is kept as bfloat16 records of 256 tokens, coded, decoded, and put back under the model, which
+is then asked for the answer, teacher-forced. Tables are trained on other prompts. Bits include everything that is stored
+with a record, but not the tables, which are stored once. Speeds are of one thread, in bytes of the bfloat16 record by
+seconds of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blendstore.bench import models, prompts, report
+
+_CHUNK = 256
+_TRAINING_TOKENS = 8_000
+_TRAINING_SEED = 500
+COLUMNS = {
+    "model": "model",
+    "scheme": "scheme",
+    "bits_per_element": "bits",
+    "entropy_bits": "entropy",
+    "ratio": "smaller by",
+    "kl": "KL",
+    "top1": "top-1",
+    "encode_gb_s": "encode GB/s",
+    "decode_gb_s": "decode GB/s",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``blendstore bench codec``."""
+    parser.add_argument("--models", default="smollm2,gemma3-270m", help="names or folders, by comma")
+    parser.add_argument("--prompts", type=int, default=10, help="held-out prompts (default: 10)")
+    parser.add_argument("--training-prompts", type=int, default=10, help="prompts that tables learn from (default: 10)")
+    parser.add_argument("--levels", default="1,2,3,4,5", help="levels of cachegen (default: all)")
+    parser.add_argument("--schemes", default="", help="only schemes whose name begins with one of these, by comma")
+    parser.add_argument("--importance", default="", help="measure, or a JSON file {model: [[keys, values] of a layer]}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot rate against divergence")
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """KV after a scheme, its bits in all, the seconds of encoding and decoding, and the bits of its entropy if known."""
+
+    kv: Any
+    bits: float
+    encode_s: float
+    decode_s: float
+    entropy_bits: float | None = None
+
+
+Scheme = Callable[[Any], Coded]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit status: 0, or 2 on wrong use."""
+    names = args.models.split(",")
+    try:
+        levels = [int(level) for level in args.levels.split(",") if level]
+        for name in names:
+            models.check(name)
+        for path in (args.json, args.plot):
+            report.check_target(path)
+    except (LookupError, OSError, ValueError) as error:
+        print(f"blendstore bench codec: {report.one_line(error)}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for row in measure(name, args, levels):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    report.print_table("codec", rows, COLUMNS)
+    if args.json:
+        report.write_json(args.json, rows)
+    if args.plot:
+        plot(args.plot, rows)
+    return 0
+
+
+def measure(name: str, args: argparse.Namespace, levels: list[int]) -> Iterator[dict[str, Any]]:
+    """The rows of one model."""
+    import torch
+
+    from blendstore.bench import codec_schemes, kv
+
+    torch.set_num_threads(1)
+    model, tokenizer = models.load(name)
+    shape = kv.shape_of(model)
+    found = prompts.quality_prompts(tokenizer, args.training_prompts, first_seed=_TRAINING_SEED)
+    training = [kv.capture(model, p.ids, p.answer) for p in found]
+    samples = np.concatenate([kv.samples_of(shape, c.kv)[:, 1:] for c in training], 1)
+    samples = np.ascontiguousarray(samples[:, :: max(1, samples.shape[1] // _TRAINING_TOKENS)])
+    weights = None
+    if args.importance == "measure":
+        weights = kv.importance(model, training[:3])
+    elif args.importance:
+        weights = np.array(json.loads(Path(args.importance).read_text())[name])
+    test = [kv.capture(model, p.ids, p.answer) for p in prompts.quality_prompts(tokenizer, args.prompts)]
+    wanted = tuple(args.schemes.split(",")) if args.schemes else ("",)
+    for scheme, code in codec_schemes.schemes(shape, samples, levels, weights):
+        if not scheme.startswith(wanted):
+            continue
+        coded, results = [], []
+        for prompt in test:
+            one = code(prompt.kv)
+            coded.append(one)
+            results.append(kv.divergence(prompt.logits, kv.answer_logits(model, one.kv, prompt.tail)))
+        elements = sum(prompt.kv.numel() for prompt in test)
+        bits = sum(one.bits for one in coded) / elements
+        entropies = [one.entropy_bits for one in coded if one.entropy_bits is not None]
+        encode, decode = sum(one.encode_s for one in coded), sum(one.decode_s for one in coded)
+        yield {
+            "model": name,
+            "scheme": scheme,
+            "bits_per_element": round(bits, 3),
+            "entropy_bits": round(sum(entropies) / elements, 3) if entropies else None,
+            "ratio": round(16 / bits, 2),
+            "kl": float(f"{np.mean([kl for kl, _ in results]):.3g}"),
+            "top1": round(float(np.mean([top for _, top in results])), 4),
+            "encode_gb_s": round(2e-9 * elements / encode, 3) if encode else None,
+            "decode_gb_s": round(2e-9 * elements / decode, 3) if decode else None,
+        }
+
+
+def chunks(kv: Any) -> Iterator[tuple[int, Any]]:
+    """(position, [layers, 2, up to 256 tokens, kv_heads, dim]) of a prompt's KV."""
+    for start in range(0, kv.shape[2], _CHUNK):
+        yield start, kv[:, :, start : start + _CHUNK]
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """A result and the seconds of processor time that it took."""
+    start = time.process_time()
+    return work(), time.process_time() - start
+
+
+def entropy(counts: Any) -> float:
+    """Bits of symbols with these counts [tables, symbols], each table on its own."""
+    counts = np.asarray(counts, np.float64)
+    total = counts.sum(-1, keepdims=True)
+    return float(-(counts * np.log2(np.where(counts > 0, counts / np.maximum(total, 1), 1))).sum())
+
+
+def plot(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Bits an element against KL, a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(names), figsize=(6 * len(names), 4.5), squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        those = [row for row in rows if row["model"] == name and row["kl"] > 0 and math.isfinite(row["kl"])]
+        for family in dict.fromkeys(row["scheme"].split(" ")[0] for row in those):
+            line = sorted((r["bits_per_element"], r["kl"]) for r in those if r["scheme"].split(" ")[0] == family)
+            axis.plot([x for x, _ in line], [y for _, y in line], "o-", label=family)
+        axis.set(title=name, xlabel="bits per element", ylabel="KL, nats", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,100 @@
+"""The schemes that ``blendstore bench codec`` compares: ours, the plain ones, and the reference product's quantiser as
+described (per-token largest magnitude, 32 bins in the first third of the layers and 16 in the others)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendstore._core import Coder
+from blendstore.bench.codec import Coded, Scheme, chunks, entropy, timed
+from blendstore.codec import formats
+from blendstore.codec.tables import Floats, Shape
+from blendstore.codec.train import Training, train
+
+
+def schemes(shape: Shape, samples: Floats, levels: list[int], weights: Any) -> Iterator[tuple[str, Scheme]]:
+    """Names and schemes; tables are trained when their turn comes."""
+    yield "raw bfloat16", _raw
+    lossless = Coder.lossless("bfloat16", 2 * shape.layers)
+    yield "lossless", partial(_coder, lossless)
+    for name in ("int8", "int4"):
+        packing = formats.FORMATS[name]
+        yield f"memory {name}", partial(_format, packing, None)
+        yield f"memory {name} coded", partial(_format, packing, Coder.lossless(None, 2 * shape.layers))
+    yield "fp8 e4m3", _fp8
+    yield "reference bins 32/16/16", _reference
+    for block, chain, label in ((0, 8, "cachegen"), (shape.head_dim, 1, "cachegen-by-head")):
+        for level in levels:
+            tables = train(shape, samples, Training(level=level, chain=chain, block=block), weights)
+            yield f"{label} {level}", partial(_coder, Coder.cachegen(tables))
+
+
+def _payload(kv: Tensor) -> bytes:
+    return kv.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _back(payload: bytes, like: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.bfloat16).view(like.shape).float()
+
+
+def _raw(kv: Tensor) -> Coded:
+    return Coded(kv.to(torch.bfloat16).float(), 16.0 * kv.numel(), 0.0, 0.0)
+
+
+def _coder(coder: Coder, kv: Tensor) -> Coded:
+    out, bits, spent = [], 0, [0.0, 0.0]
+    counts: Any = 0
+    for position, chunk in chunks(kv):
+        payload, tokens = _payload(chunk), chunk.shape[2]
+        coded, seconds = timed(lambda p=payload, t=tokens, at=position: coder.encode(p, t, source_position=at))
+        spent[0] += seconds
+        length = len(payload)
+        back, seconds = timed(
+            lambda c=coded, n=length, t=tokens, at=position: coder.decode(c, n, t, source_position=at)
+        )
+        spent[1] += seconds
+        bits += 8 * len(coded)
+        out.append(_back(back, chunk))
+        if coder.name == "cachegen":
+            counts = counts + np.array(coder.symbol_counts(payload, source_position=position))
+    known = entropy(counts) if coder.name == "cachegen" else None
+    return Coded(torch.cat(out, 2), bits, *spent, known)
+
+
+def _format(packing: formats.Format, coder: Coder | None, kv: Tensor) -> Coded:
+    out, bits, spent = [], 0, [0.0, 0.0]
+    for _, chunk in chunks(kv):
+        packed, seconds = timed(lambda c=chunk: packing.pack(c.to(torch.bfloat16)))
+        spent[0] += seconds
+        back, seconds = timed(lambda p=packed: packing.unpack(p, torch.bfloat16))
+        spent[1] += seconds
+        kept = packed.numpy().tobytes()
+        bits += 8 * len(kept if coder is None else coder.encode(kept, chunk.shape[2], format=1))
+        out.append(back.float())
+    return Coded(torch.cat(out, 2), bits, *spent)
+
+
+def _fp8(kv: Tensor) -> Coded:
+    return Coded(kv.to(torch.float8_e4m3fn).float(), 8.0 * kv.numel(), 0.0, 0.0)
+
+
+def _reference(kv: Tensor) -> Coded:
+    out, bits = [], 0.0
+    layers, _, tokens, heads, dim = kv.shape
+    for layer, both in enumerate(kv):
+        half = (32 if layer < layers / 3 else 16) // 2 - 1
+        rows = both.reshape(2, tokens, heads * dim)
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+        q = (rows / largest * half).round()
+        for part in q:  # the tables are of channels, one each
+            cells = (part + half).long() + (2 * half + 1) * torch.arange(heads * dim)
+            counts = torch.bincount(cells.flatten(), minlength=heads * dim * (2 * half + 1))
+            bits += entropy(counts.view(heads * dim, -1).numpy()) + 16 * tokens
+        out.append((q / half * largest).view(both.shape))
+    return Coded(torch.stack(out), bits, 0.0, 0.0)
