@@ -305,7 +305,6 @@ class Store:
         stored, replaced, evicted, aborted, rejected_full, expired_leases, matches, metadata_bytes."""
     def close(self) -> None:
         """Write what is queued for the tiers (for at most 5 s), close them, and drop every chunk in memory."""
-    def close(self) -> None: ...
 
 @final
 class Coder:
@@ -334,9 +333,7 @@ class Coder:
     def encode(self, payload: _Buffer, ntokens: int, *, source_position: int = 0, format: int = 0) -> bytes:
         """The coded payload. ``source_position`` is where its first token stood when keys were rotated; ``format`` is
         the memory format: other than 0 nothing is quantised. Raises ``ValueError`` for what is better kept raw."""
-    def decode(
-        self, coded: _Buffer, nbytes: int, ntokens: int, *, source_position: int = 0, format: int = 0
-    ) -> bytes:
+    def decode(self, coded: _Buffer, nbytes: int, ntokens: int, *, source_position: int = 0, format: int = 0) -> bytes:
         """The payload of ``nbytes`` bytes. Raises ``ValueError`` for bytes that are no coded payload, or were coded with
         other tables."""
     def symbol_counts(self, payload: _Buffer, *, source_position: int = 0) -> list[list[int]]:

@@ -136,6 +136,15 @@ class Config:
         1, whole(0, 65535), "leading parts of a prompt that are no documents; 0 when prompts begin with a document"
     )
 
+    local_format: str = _key(
+        "raw",
+        one_of({s: s for s in ("raw", "int8", "int4")}),
+        "how documents are kept in memory: as the engine wrote them, or in half or a third of the bytes",
+    )
+    local_format_exact: bool = _key(
+        False, switch(), "local_format also for records that only serve exact prefixes; these stay raw otherwise"
+    )
+
     # Not built yet
     save_decode_cache: bool = _key(False, switch(), "store generated tokens", built=False)
     remote_url: str | None = _key(None, optional(text()), "protocol://host:port of the remote tier", built=False)

@@ -6,6 +6,7 @@ later, when its copies have finished.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from .segments import Segment, Segmentation, SeparatorSegmenter, WholePromptSegm
 
 __all__ = ["BLENDED", "HEAD", "IN_CONTEXT", "LEAD_IN", "Capture", "Pipeline", "Prepared", "Writable", "rank"]
 
+log = logging.getLogger("blendstore.pipeline")
 HEAD, LEAD_IN, IN_CONTEXT, BLENDED = range(4)
 _KEY = 32
 # Documents that a record can list as standing before it: 32 KiB. What stands behind more is not stored.
@@ -148,13 +150,18 @@ class Pipeline:
         namespace: Callable[[str], Namespace],
         *,
         bytes_per_token: int,
+        packed_bytes_per_token: int | None = None,
         separators: SeparatorSegmenter | None = None,
     ) -> None:
-        """``namespace(salt)`` gives a tenant's namespace. Without ``separators`` prompts are whole, and documents
-        within them are found by the matcher."""
+        """``namespace(salt)`` gives a tenant's namespace. ``packed_bytes_per_token`` is what a token takes in the
+        configured ``local_format``, from an engine that can write it. Without ``separators`` prompts are whole, and
+        documents within them are found by the matcher."""
         self._store, self._config = store, config
         self._namespace_of = lru_cache(maxsize=1024)(namespace)
         self._bytes_per_token, self._separators = bytes_per_token, separators
+        if config.local_format != "raw" and packed_bytes_per_token is None:
+            log.warning("local_format: %s is not for this engine, which keeps records raw", config.local_format)
+        self._packed = packed_bytes_per_token or bytes_per_token
         self._late: deque[Ticket] = deque(maxlen=_LATE)
         """Loads that took longer than their prompt could wait: a later prompt finds what they bring."""
 
@@ -340,11 +347,12 @@ class Pipeline:
                 break
             part = list(group)
             starts, first, last = [start for start, _ in part], part[0][0], part[-1][1]
+            raw = kind == HEAD and not self._config.local_format_exact
             contexts = None if kind == BLENDED else b"".join(written.contexts[start] for start in starts)
             reservation = self._store.reserve(
                 prepared.namespace,
                 np.ascontiguousarray(prepared.tokens[first:last]),
-                bytes_per_token=self._bytes_per_token,
+                bytes_per_token=self._bytes_per_token if raw else self._packed,
                 source_position=first,
                 provenance=kind,
                 rank=rank(kind, self._config.capture),

@@ -1,9 +1,9 @@
 """``blendstore bench codec``: size against quality and speed, of every way in which records are kept or sent.
 
-The KV of held-out prompts is kept as bfloat16 records of 256 tokens, coded, decoded, and put back under the model, which
-is then asked for the answer, teacher-forced. Tables are trained on other prompts. Bits include everything that is stored
-with a record, but not the tables, which are stored once. Speeds are of one thread, in bytes of the bfloat16 record by
-seconds of processor time.
+The KV of held-out prompts is kept as bfloat16 records of 256 tokens, coded, decoded, and put back under the model,
+which is then asked for the answer, teacher-forced. Tables are trained on other prompts. Bits include everything that is
+stored with a record, but not the tables, which are stored once. Speeds are of one thread, in bytes of the bfloat16
+record by seconds of processor time.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--levels", default="1,2,3,4,5", help="levels of cachegen (default: all)")
     parser.add_argument("--schemes", default="", help="only schemes whose name begins with one of these, by comma")
     parser.add_argument("--importance", default="", help="measure, or a JSON file {model: [[keys, values] of a layer]}")
+    parser.add_argument("--threads", type=int, default=1, help="of the model (default: 1); codecs always use one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot rate against divergence")
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """KV after a scheme, its bits in all, the seconds of encoding and decoding, and the bits of its entropy if known."""
+    """KV after a scheme, its bits in all, the seconds of encoding and decoding, and its entropy in bits, if known."""
 
     kv: Any
     bits: float
@@ -95,7 +96,7 @@ def measure(name: str, args: argparse.Namespace, levels: list[int]) -> Iterator[
 
     from blendstore.bench import codec_schemes, kv
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     model, tokenizer = models.load(name)
     shape = kv.shape_of(model)
     found = prompts.quality_prompts(tokenizer, args.training_prompts, first_seed=_TRAINING_SEED)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 GROUP = 32
 """Tokens whose keys share scales, in ``int4``."""
+_SMALLEST = 16  # elements of a head, below which scales take more than they save
 _TINY = 6e-8  # smallest float16 above zero
 
 
@@ -36,6 +37,9 @@ class Format(Protocol):
     @property
     def name(self) -> str:
         """As in the configuration, and in the namespace of records in this format."""
+
+    def fits(self, dim: int) -> bool:
+        """Whether heads of ``dim`` elements can be kept so. A format must differ from the others in size."""
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
         """Bytes of one head's keys or values of one token, from elements of ``itemsize`` bytes."""
@@ -54,6 +58,9 @@ class Raw:
 
     name: str = "raw"
 
+    def fits(self, dim: int) -> bool:
+        return True
+
     def head_bytes(self, dim: int, itemsize: int) -> int:
         return dim * itemsize
 
@@ -69,6 +76,9 @@ class Int8:
     """A byte an element, a scale for each head of each token."""
 
     name: str = "int8"
+
+    def fits(self, dim: int) -> bool:
+        return dim >= _SMALLEST and dim % 2 == 0
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
         return dim + 2
@@ -91,8 +101,10 @@ class Int4:
 
     name: str = "int4"
 
+    def fits(self, dim: int) -> bool:
+        return dim >= _SMALLEST and dim % 2 == 0
+
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        _even(dim)
         return dim // 2 + 4 * _pairs(dim)
 
     def pack(self, kv: Tensor) -> Tensor:
@@ -144,11 +156,6 @@ def _finite(kv: Tensor) -> Tensor:
     if not bool((x.abs() <= 65_504).all()):
         raise FormatError("keys or values that aren't finite, or are too large for a float16 scale")
     return x
-
-
-def _even(dim: int) -> None:
-    if dim % 2:
-        raise FormatError(f"head dim {dim}: int4 needs an even one")
 
 
 def _pairs(dim: int) -> int:

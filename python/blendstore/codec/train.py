@@ -61,9 +61,9 @@ def train(
     deviation = np.maximum(samples.std(1), 1e-9) * scale
     step = LEVELS[training.level] * float(np.exp(np.log(deviation).mean()))
     block = training.block or (width if width <= _WIDEST_BLOCK else shape.head_dim)
-    if width % block or half % block and block != width:
+    if width % block or (half % block and block != width):
         raise ValueError(f"block {block}: {width} channels can't be cut into such blocks")
-    chain = training.chain if block == width else 1
+    chain = min(training.chain, shape.layers) if block == width else 1
     counts, sums = np.zeros((_CLASSES, 256)), np.zeros((_CLASSES, 256))
     layers = []
     before = np.zeros((tokens, width), np.float32)

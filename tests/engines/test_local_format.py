@@ -1,0 +1,48 @@
+"""Documents that are kept in memory in fewer bits: reused all the same, close to what the engine computes."""
+
+import pytest
+
+from tests.tiny_models import FAMILIES, engine_of, ids, largest_error, model_of, own
+
+
+@pytest.mark.parametrize(("name", "most", "saved"), [("int8", 0.05, 1.6), ("int4", 0.6, 2.3)])
+def test_documents_are_kept_smaller_and_reused(name: str, most: float, saved: float) -> None:
+    """KV of reused rows is what the raw store gives, but for the format's steps; memory is what the format takes."""
+    model = model_of(FAMILIES["llama"])
+    first, second, lead = ids(1, 96), ids(2, 96), ids(3, 8)
+    used, found = {}, {}
+    for local_format in ("raw", name):
+        engine = engine_of(model, local_format=local_format)
+        engine.prefill([*lead, *first])
+        engine.prefill([*lead, *second])
+        before = engine.store.stats()["bytes_used"]
+        engine.prefill([*lead, *ids(4, 160)])
+        used[local_format] = float(engine.store.stats()["bytes_used"]) - float(before)
+        prefill = engine.prefill([*lead, *second, *first, *ids(5, 9)])
+        assert prefill.report.reused >= 32 and prefill.report.fresh <= 50, prefill.report
+        found[local_format] = prefill.cache
+    assert used["raw"] > saved * used[name]
+    raw = [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in found["raw"].layers]
+    assert 0 < largest_error(found[name], raw) < most
+
+
+def test_what_serves_exact_prefixes_stays_raw_unless_asked() -> None:
+    """Without blending every record is an exact prefix: restored bit for bit, until the user says otherwise."""
+    model = model_of(FAMILIES["llama"])
+    prompt = ids(7, 100)
+    layers, _ = own(model, prompt)
+    errors = {}
+    for exact in (False, True):
+        engine = engine_of(model, enable_blending=False, local_format="int8", local_format_exact=exact)
+        engine.prefill(prompt)
+        again = engine.prefill([*prompt, *ids(8, 5)])
+        assert again.report.exact == 96
+        head = [
+            (
+                float((k[:96] - layer.keys[0].transpose(0, 1)[:96]).abs().max()),
+                float((v[:96] - layer.values[0].transpose(0, 1)[:96]).abs().max()),
+            )
+            for (k, v), layer in zip(layers, again.cache.layers, strict=True)
+        ]
+        errors[exact] = max(max(pair) for pair in head)
+    assert errors[False] < 1e-5 < errors[True] < 0.05
