@@ -198,6 +198,8 @@ class Tier:
 
         ``capacity_bytes`` is for all of them together. ``direct`` bypasses the page cache and ``io_uring`` is used where the
         system lets us. Raises ``StoreError`` when a directory can't be used."""
+    def with_coder(self, coder: Coder) -> Tier:
+        """The same place, whose records are coded on their way down and decoded on their way up."""
     @property
     def name(self) -> str: ...
 

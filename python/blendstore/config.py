@@ -26,6 +26,7 @@ from blendstore.forms import (
     Rejected,
     float_list,
     int_list,
+    local_path,
     local_paths,
     mapping,
     number,
@@ -77,6 +78,7 @@ _POLICIES = {name: name for name in ("lru", "lfu", "fifo", "s3-fifo", "sieve")} 
     "s3_fifo": "s3-fifo",
 }
 _DIRECTORIES = optional(local_paths())
+_FILE = optional(local_path())
 _LEAST_MEMORY = 512
 _LEAST_DISK = 2 << 20
 
@@ -99,6 +101,12 @@ class Config:
     # Tiers below memory
     local_disk: tuple[Path, ...] | None = _key(None, _DIRECTORIES, "directory of the disk tier, or several")
     max_local_disk_size: float = _key(0.0, number(0), "disk for records, in GiB, all directories together")
+    local_serde: str = _key(
+        "naive",
+        one_of({s: s for s in ("naive", "cachegen", "lossless")}),
+        "how records lie on disk",
+    )
+    codec_tables: Path | None = _key(None, _FILE, "table file of cachegen, from bench codec")  # noqa: RUF009
     tier_wait_ms: float = _key(
         200.0, number(0), "milliseconds that a prompt waits for its records from lower tiers; later ones find them"
     )
@@ -281,6 +289,11 @@ class Config:
                 not self.local_cpu and self.local_disk is None,
                 "local_cpu: false leaves nowhere to store; give a lower tier (local_disk), or, to turn caching off, "
                 "start the engine without blendstore",
+            ),
+            (
+                self.local_serde == "cachegen" and self.codec_tables is None,
+                "local_serde: cachegen needs codec_tables, the file that `blendstore bench codec --write-tables` makes "
+                "for this model",
             ),
             (
                 self.max_local_disk_bytes < _LEAST_DISK * len(self.local_disk or ()),

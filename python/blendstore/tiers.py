@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
+from dataclasses import dataclass
 
-from ._core import Store, StoreError, Tier
+from ._core import Coder, Store, StoreError, Tier
 from .config import Config, ConfigError
 
-__all__ = ["open_store"]
+__all__ = ["Payload", "coder_of", "open_store"]
+
+log = logging.getLogger("blendstore.tiers")
+_ELEMENTS = ("bfloat16", "float16", "float32")
 
 
-def open_store(config: Config, *, rank: int = 0) -> Store:
-    """Memory and tiers as configured, for this process. Each rank of an engine has directories of its own.
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What an engine's records consist of: what a coder needs to know."""
+
+    element: str
+    """``bfloat16``, ``float16`` or ``float32``; others are coded as bytes."""
+    layers: int
+
+
+def coder_of(config: Config, key: str, payload: Payload | None) -> Coder | None:
+    """The coder that the value of ``key`` (``local_serde`` or ``remote_serde``) asks for, or None for records as they
+    are. Raises `ConfigError` for tables that can't be read."""
+    serde = getattr(config, key)
+    if serde == "naive":
+        return None
+    if serde == "cachegen":
+        try:
+            return Coder.cachegen(config.codec_tables.read_bytes() if config.codec_tables else b"")
+        except (OSError, ValueError) as error:
+            origin = config.origins["codec_tables"]
+            raise ConfigError(f"codec_tables: {config.codec_tables} ({origin}) can't be used: {error}") from error
+    if payload is None:
+        log.warning("%s: lossless is not for this engine, whose records are kept as they are", key)
+        return None
+    return Coder.lossless(payload.element if payload.element in _ELEMENTS else None, 2 * payload.layers)
+
+
+def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None) -> Store:
+    """Memory and tiers as configured, for this process. Each rank of an engine has directories of its own; ``payload``
+    says what is in its records, for their coding.
 
     What is still queued for the tiers when the interpreter exits is written first, for at most 5 s. Raises
     `ConfigError` when a tier can't be opened: its directory is not writable, or another process uses it."""
@@ -20,11 +53,13 @@ def open_store(config: Config, *, rank: int = 0) -> Store:
     if config.local_disk is not None:
         directories = [directory / f"rank-{rank}" if rank else directory for directory in config.local_disk]
         try:
-            tiers.append(Tier.disk(directories, capacity_bytes=config.max_local_disk_bytes))
+            disk = Tier.disk(directories, capacity_bytes=config.max_local_disk_bytes)
         except StoreError as error:
             named = ", ".join(map(str, directories))
             origin = config.origins["local_disk"]
             raise ConfigError(f"local_disk: {named} ({origin}) can't be used: {error}") from error
+        coder = coder_of(config, "local_serde", payload)
+        tiers.append(disk if coder is None else disk.with_coder(coder))
     store = Store(
         capacity_bytes=config.max_local_cpu_bytes,
         chunk_size=config.chunk_size,

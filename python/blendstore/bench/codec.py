@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default="", help="only schemes whose name begins with one of these, by comma")
     parser.add_argument("--importance", default="", help="measure, or a JSON file {model: [[keys, values] of a layer]}")
     parser.add_argument("--threads", type=int, default=1, help="of the model (default: 1); codecs always use one")
+    parser.add_argument("--write-tables", type=Path, metavar="FOLDER", help="write FOLDER/<model>.tables, see --max-kl")
+    parser.add_argument("--max-kl", type=float, default=0.01, help="most that written tables may cost (default: 0.01)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot rate against divergence")
 
@@ -110,7 +112,8 @@ def measure(name: str, args: argparse.Namespace, levels: list[int]) -> Iterator[
         weights = np.array(json.loads(Path(args.importance).read_text())[name])
     test = [kv.capture(model, p.ids, p.answer) for p in prompts.quality_prompts(tokenizer, args.prompts)]
     wanted = tuple(args.schemes.split(",")) if args.schemes else ("",)
-    for scheme, code in codec_schemes.schemes(shape, samples, levels, weights):
+    least = math.inf
+    for scheme, code, tables in codec_schemes.schemes(shape, samples, levels, weights):
         if not scheme.startswith(wanted):
             continue
         coded, results = [], []
@@ -121,6 +124,11 @@ def measure(name: str, args: argparse.Namespace, levels: list[int]) -> Iterator[
         elements = sum(prompt.kv.numel() for prompt in test)
         bits = sum(one.bits for one in coded) / elements
         entropies = [one.entropy_bits for one in coded if one.entropy_bits is not None]
+        kl = float(np.mean([kl for kl, _ in results]))
+        if tables and args.write_tables and kl <= args.max_kl and bits < least:
+            least = bits
+            args.write_tables.mkdir(parents=True, exist_ok=True)
+            (args.write_tables / f"{Path(name).name}.tables").write_bytes(tables)
         encode, decode = sum(one.encode_s for one in coded), sum(one.decode_s for one in coded)
         yield {
             "model": name,
@@ -128,11 +136,15 @@ def measure(name: str, args: argparse.Namespace, levels: list[int]) -> Iterator[
             "bits_per_element": round(bits, 3),
             "entropy_bits": round(sum(entropies) / elements, 3) if entropies else None,
             "ratio": round(16 / bits, 2),
-            "kl": float(f"{np.mean([kl for kl, _ in results]):.3g}"),
+            "kl": float(f"{kl:.3g}"),
             "top1": round(float(np.mean([top for _, top in results])), 4),
             "encode_gb_s": round(2e-9 * elements / encode, 3) if encode else None,
             "decode_gb_s": round(2e-9 * elements / decode, 3) if decode else None,
         }
+
+    if args.write_tables and least == math.inf:
+        wanted_kl = f"no tables for {name} were written: none of the levels stays within a KL of {args.max_kl}"
+        print(f"blendstore bench codec: {wanted_kl}; keep lossless or raw", file=sys.stderr)
 
 
 def chunks(kv: Any) -> Iterator[tuple[int, Any]]:

@@ -18,21 +18,21 @@ from blendstore.codec.tables import Floats, Shape
 from blendstore.codec.train import Training, train
 
 
-def schemes(shape: Shape, samples: Floats, levels: list[int], weights: Any) -> Iterator[tuple[str, Scheme]]:
-    """Names and schemes; tables are trained when their turn comes."""
-    yield "raw bfloat16", _raw
+def schemes(shape: Shape, samples: Floats, levels: list[int], weights: Any) -> Iterator[tuple[str, Scheme, bytes]]:
+    """Names, schemes, and the tables of those that have some; these are trained when their turn comes."""
+    yield "raw bfloat16", _raw, b""
     lossless = Coder.lossless("bfloat16", 2 * shape.layers)
-    yield "lossless", partial(_coder, lossless)
+    yield "lossless", partial(_coder, lossless), b""
     for name in ("int8", "int4"):
         packing = formats.FORMATS[name]
-        yield f"memory {name}", partial(_format, packing, None)
-        yield f"memory {name} coded", partial(_format, packing, Coder.lossless(None, 2 * shape.layers))
-    yield "fp8 e4m3", _fp8
-    yield "reference bins 32/16/16", _reference
+        yield f"memory {name}", partial(_format, packing, None), b""
+        yield f"memory {name} coded", partial(_format, packing, Coder.lossless(None, 2 * shape.layers)), b""
+    yield "fp8 e4m3", _fp8, b""
+    yield "reference bins 32/16/16", _reference, b""
     for block, chain, label in ((0, 8, "cachegen"), (shape.head_dim, 1, "cachegen-by-head")):
         for level in levels:
             tables = train(shape, samples, Training(level=level, chain=chain, block=block), weights)
-            yield f"{label} {level}", partial(_coder, Coder.cachegen(tables))
+            yield f"{label} {level}", partial(_coder, Coder.cachegen(tables)), tables
 
 
 def _payload(kv: Tensor) -> bytes:

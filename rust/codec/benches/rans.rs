@@ -53,9 +53,7 @@ fn laplacian(spread: f64) -> Vec<u8> {
         (x >> 11) as f64 / (1_u64 << 53) as f64
     };
     (0..SYMBOLS)
-        .map(|_| {
-            (128.0 + spread * ((1.0 - uniform()).ln() - (1.0 - uniform()).ln())).round() as u8
-        })
+        .map(|_| (128.0 + spread * ((1.0 - uniform()).ln() - (1.0 - uniform()).ln())).round() as u8)
         .collect()
 }
 

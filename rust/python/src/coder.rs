@@ -71,7 +71,7 @@ impl Coder {
     }
 
     #[getter]
-    fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use blendstore_tiers::{Disk, DiskOptions, Level};
 use pyo3::prelude::*;
 
+use crate::coder::Coder;
 use crate::error::failed;
 use crate::input::count;
 
@@ -48,6 +49,16 @@ impl Tier {
             level: Level::raw(Arc::new(disk)),
             description,
         })
+    }
+
+    fn with_coder(&self, coder: &Coder) -> Self {
+        Self {
+            level: Level {
+                coder: coder.inner.clone(),
+                ..self.level.clone()
+            },
+            description: format!("{}, {}", self.description, coder.name()),
+        }
     }
 
     #[getter]

@@ -30,7 +30,7 @@ from blendstore.pipeline import Pipeline, Prepared, Tokens
 from blendstore.plan import SpanKind
 from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import settings
-from blendstore.tiers import open_store
+from blendstore.tiers import Payload, open_store
 
 from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, steady_length
 from .weights import identity
@@ -96,7 +96,8 @@ class Engine:
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._steady = steady_length(model)
-        self.store = store or open_store(config)
+        element = str(self.geometry.dtype).removeprefix("torch.")
+        self.store = store or open_store(config, payload=Payload(element, self.geometry.layers))
         # Both do nothing on a CPU. The arena is page-locked for as long as this is held.
         self._pinned = pin(self.store, self.geometry.device)
         if self._engine is not None:
