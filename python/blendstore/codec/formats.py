@@ -16,7 +16,7 @@ Rows of values that aren't finite can't be kept so: `pack` refuses them, and the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Int4:
         layers, _, tokens, heads, dim = kv.shape
         whole = tokens // GROUP * GROUP
         pairs = _pairs(dim)
-        x = _finite(kv)
+        x: Any = _finite(kv)
         out = torch.zeros(layers, 2, tokens, heads, self.head_bytes(dim, 0), dtype=torch.uint8, device=kv.device)
         parts = [_quarter(part, -1) for part in x.split(GROUP, -1)]
         out[..., : dim // 2] = _halves(torch.cat([q for q, _, _ in parts], -1))
@@ -122,7 +122,7 @@ class Int4:
             q, scale, low = _quarter(keys, 2)
             out[:, 0, :whole, :, : dim // 2] = _halves(q).flatten(1, 2)
             ends = torch.stack([scale, low], -1)[:, :, 0]  # [layers, groups, heads, dim, 2]
-            padded = torch.zeros(*ends.shape[:3], GROUP * pairs, 2, dtype=torch.float16, device=kv.device)
+            padded: Any = torch.zeros(*ends.shape[:3], GROUP * pairs, 2, dtype=torch.float16, device=kv.device)
             padded[..., :dim, :] = ends
             # Channel c is with token c mod GROUP of the group, as its pair number c / GROUP.
             spread = padded.unflatten(3, (pairs, GROUP)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2).flatten(-2)
@@ -138,10 +138,11 @@ class Int4:
         out[..., 1, :, :, :] = _by_token(values, dim)
         out[..., 0, whole:, :, :] = _by_token(keys[..., whole:, :, :], dim)
         if whole:
-            ends = keys[..., :whole, :, dim // 2 :].contiguous().view(torch.float16)
+            ends: Any = keys[..., :whole, :, dim // 2 :].contiguous().view(torch.float16)
             ends = ends.unflatten(-1, (pairs, 2)).unflatten(-4, (-1, GROUP))  # [.., groups, GROUP, heads, pairs, 2]
             ends = ends.movedim(-4, -2).flatten(-3, -2)[..., :dim, :].float()  # [.., groups, heads, dim, 2]
-            q = _bytes(keys[..., :whole, :, : dim // 2]).unflatten(-3, (-1, GROUP))
+            q: Any = _bytes(keys[..., :whole, :, : dim // 2])
+            q = q.unflatten(-3, (-1, GROUP))
             scale, low = ends[..., 0].unsqueeze(-3), ends[..., 1].unsqueeze(-3)
             out[..., 0, :whole, :, :] = (low + scale * q).flatten(-4, -3)
         return out[..., rows, :, :].to(dtype)
@@ -189,6 +190,7 @@ def _bytes(packed: Tensor) -> Tensor:
 
 
 def _by_token(rows: Tensor, dim: int) -> Tensor:
-    ends = rows[..., dim // 2 :].contiguous().view(torch.float16).float()
-    parts = zip(_bytes(rows[..., : dim // 2]).split(GROUP, -1), ends.split(2, -1), strict=True)
+    ends: Any = rows[..., dim // 2 :].contiguous().view(torch.float16).float()
+    values: Any = _bytes(rows[..., : dim // 2])
+    parts = zip(values.split(GROUP, -1), ends.split(2, -1), strict=True)
     return torch.cat([end[..., 1:] + end[..., :1] * q for q, end in parts], -1)

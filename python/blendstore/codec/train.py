@@ -148,7 +148,8 @@ def _principal(scaled: Floats, block: int) -> tuple[Floats, Floats]:
 
 def _turned(rows: Floats, basis: Floats) -> Floats:
     blocks, block, _ = basis.shape
-    return np.einsum("tbc,bcd->tbd", rows.reshape(-1, blocks, block), basis, optimize=True).reshape(len(rows), -1)
+    turned: Floats = np.einsum("tbc,bcd->tbd", rows.reshape(-1, blocks, block), basis, optimize=True)
+    return turned.reshape(len(rows), -1)
 
 
 def _turned_back(rows: Floats, basis: Floats) -> Floats:
