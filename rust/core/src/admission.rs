@@ -227,3 +227,6 @@ impl Drop for Admission {
         self.store.returns.wake();
     }
 }
+
+#[cfg(test)]
+mod tests;
