@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use blendstore_codec::rans::{self, Table};
 
-const SYMBOLS: usize = 1 << 20;
-const ROUNDS: usize = 25;
+const SYMBOLS: usize = 1 << 17;
+const ROUNDS: usize = 201;
 
 fn main() {
     for spread in [0.3_f64, 1.0, 2.0, 6.0] {
