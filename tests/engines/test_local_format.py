@@ -2,6 +2,7 @@
 
 import pytest
 
+from blendstore_transformers.model import layers_of
 from tests.tiny_models import FAMILIES, engine_of, ids, largest_error, model_of, own
 
 
@@ -22,7 +23,7 @@ def test_documents_are_kept_smaller_and_reused(name: str, most: float, saved: fl
         assert prefill.report.reused >= 32 and prefill.report.fresh <= 50, prefill.report
         found[local_format] = prefill.cache
     assert used["raw"] > saved * used[name]
-    raw = [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in found["raw"].layers]
+    raw = list(layers_of(found["raw"]))
     assert 0 < largest_error(found[name], raw) < most
 
 
@@ -39,10 +40,10 @@ def test_what_serves_exact_prefixes_stays_raw_unless_asked() -> None:
         assert again.report.exact == 96
         head = [
             (
-                float((k[:96] - layer.keys[0].transpose(0, 1)[:96]).abs().max()),
-                float((v[:96] - layer.values[0].transpose(0, 1)[:96]).abs().max()),
+                float((k[:96] - found_k[:96]).abs().max()),
+                float((v[:96] - found_v[:96]).abs().max()),
             )
-            for (k, v), layer in zip(layers, again.cache.layers, strict=True)
+            for (k, v), (found_k, found_v) in zip(layers, layers_of(again.cache), strict=True)
         ]
         errors[exact] = max(max(pair) for pair in head)
     assert errors[False] < 1e-5 < errors[True] < 0.05

@@ -52,27 +52,25 @@ def _coder(coder: Coder, kv: Tensor) -> Coded:
     counts: Any = 0
     for position, chunk in chunks(kv):
         payload, tokens = _payload(chunk), chunk.shape[2]
-        coded, seconds = timed(lambda p=payload, t=tokens, at=position: coder.encode(p, t, source_position=at))
+        coded, seconds = timed(partial(coder.encode, payload, tokens, source_position=position))
         spent[0] += seconds
         length = len(payload)
-        back, seconds = timed(
-            lambda c=coded, n=length, t=tokens, at=position: coder.decode(c, n, t, source_position=at)
-        )
+        back, seconds = timed(partial(coder.decode, coded, length, tokens, source_position=position))
         spent[1] += seconds
         bits += 8 * len(coded)
         out.append(_back(back, chunk))
         if coder.name == "cachegen":
             counts = counts + np.array(coder.symbol_counts(payload, source_position=position))
     known = entropy(counts) if coder.name == "cachegen" else None
-    return Coded(torch.cat(out, 2), bits, *spent, known)
+    return Coded(torch.cat(out, 2), bits, spent[0], spent[1], known)
 
 
 def _format(packing: formats.Format, coder: Coder | None, kv: Tensor) -> Coded:
     out, bits, spent = [], 0, [0.0, 0.0]
     for _, chunk in chunks(kv):
-        packed, seconds = timed(lambda c=chunk: packing.pack(c.to(torch.bfloat16)))
+        packed, seconds = timed(partial(packing.pack, chunk.to(torch.bfloat16)))
         spent[0] += seconds
-        back, seconds = timed(lambda p=packed: packing.unpack(p, torch.bfloat16))
+        back, seconds = timed(partial(packing.unpack, packed, torch.bfloat16))
         spent[1] += seconds
         kept = packed.numpy().tobytes()
         bits += 8 * len(kept if coder is None else coder.encode(kept, chunk.shape[2], format=1))

@@ -28,7 +28,7 @@ def capture(model: Any, ids: Sequence[int], answer: Sequence[int]) -> Captured:
     """Prefill ``ids`` but for the last one, then force it and ``answer`` behind."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     model(torch.tensor([list(ids[:-1])]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2) for layer in cache.layers]).float()
     tail = [ids[-1], *answer][:-1]

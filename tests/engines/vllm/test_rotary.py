@@ -51,7 +51,8 @@ def turned(rotary: Any, k: torch.Tensor, first: int) -> torch.Tensor:
     """Keys ``k`` [n, heads, dim] as the engine writes them at positions from ``first`` on."""
     at = torch.arange(first, first + len(k))
     flat = k.reshape(len(k), -1).clone()
-    return rotary.forward_native(at, flat.clone(), flat)[1].view_as(k)
+    keys: torch.Tensor = rotary.forward_native(at, flat.clone(), flat)[1]
+    return keys.view_as(k)
 
 
 @pytest.mark.parametrize("target", [0, 5, 9000])
