@@ -12,7 +12,7 @@ SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,12 @@ bench-store: build ## the store from Rust (Criterion) and from Python
 bench-disk: $(VENV)/.ready ## the disk tier against fio in the same directory (DIRECTORY=…), and a start over 100,000 records
 	@mkdir -p out
 	cargo bench -p blendstore-tiers --bench disk -- --json $(CURDIR)/out/bench-disk.json $(if $(DIRECTORY),--directory $(DIRECTORY))
+
+bench-eviction: build ## what each eviction policy saves on traces (TRACE=FILE for one of Mooncake's)
+	blendstore bench eviction --mix $(if $(TRACE),--trace $(TRACE)) --json out/bench-eviction.json --plot out/bench-eviction.png
+
+bench-compare: ## the store's hit path beside quick_cache, moka and foyer's memory cache
+	cargo run --release --manifest-path benches/compare/Cargo.toml -- --json out/bench-compare.json
 
 quality: build models ## what each way of reuse costs in quality, on the fixed prompt set (hours on a CPU; DEVICE=cuda)
 	blendstore bench quality --device $(or $(DEVICE),cpu) --json out/quality.json --plot out/quality.png --resume out/quality.jsonl

@@ -26,6 +26,7 @@ __all__ = [
     "StoreError",
     "Ticket",
     "Tier",
+    "Trace",
     "__version__",
 ]
 
@@ -233,14 +234,16 @@ class Store:
         *,
         capacity_bytes: int,
         chunk_size: int = 256,
-        policy: str = "s3-fifo",
+        policy: str = "adaptive",
+        tenant_share: float = 1.0,
         max_chunks: int | None = None,
         lease_timeout_s: float = 60.0,
         reserve_wait_s: float = 0.05,
         events_capacity: int = 4096,
         tiers: Sequence[Tier] = (),
     ) -> Store:
-        """``policy`` is ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). ``tiers`` are below memory, the fastest
+        """``policy`` is ``adaptive``, ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). ``tenant_share`` is the
+        share of the capacity that the namespaces of one salt may take together. ``tiers`` are below memory, the fastest
         first: what is committed is written to each of them behind the commit. Raises ``StoreError`` that names the
         argument, its value and the accepted form."""
     def lookup(self, keys: _Buffer) -> Lease:
@@ -343,3 +346,28 @@ class Coder:
     @staticmethod
     def error_bound(coded: _Buffer) -> tuple[float, float]:
         """Most that a key and a value element differ from what was encoded, as a ``cachegen`` payload states it."""
+
+@final
+class Trace:
+    """Requests and the chunks that they ask for, for simulating what an eviction policy would have saved (immutable)."""
+
+    def __new__(
+        cls,
+        *,
+        times: _Buffer,
+        starts: _Buffer,
+        blocks: _Buffer,
+        positions: _Buffer,
+        parents: _Buffer,
+        tokens: _Buffer,
+    ) -> Trace:
+        """``times`` int64[requests] in nanoseconds, not falling; ``starts`` int64[requests + 1] where each request begins in
+        ``blocks`` uint32[accesses] (numbers of chunks, each right behind its parent) and ``positions`` uint32[accesses] (of
+        its first token in that prompt); ``parents`` uint32[chunks] (2**32 - 1: none) and ``tokens`` uint32[chunks]. Raises
+        ``StoreError`` where they don't fit together."""
+    def simulate(
+        self, policy: str, capacity_tokens: int, *, attention_tokens: float = 30000.0
+    ) -> dict[str, int | float]:
+        """What that policy, or ``optimal``, which knows the future, would have found with room for that many tokens:
+        accesses, hits (of chunks whose predecessors in the chain hit too), tokens, hit_tokens, cost and saved (in times that
+        a token at position 0 takes to compute; attention takes as much again at ``attention_tokens``), evicted, rejected."""

@@ -25,6 +25,7 @@ __all__ = ["main"]
 _BENCHES: Mapping[str, tuple[str, str]] = {
     "multi-doc-qa": ("blendstore.bench.multi_doc_qa", "prompts of several sampled documents: TTFT and its gain"),
     "shuffle-doc-qa": ("blendstore.bench.shuffle_doc_qa", "the same documents in other orders, without separators"),
+    "eviction": ("blendstore.bench.eviction", "what each eviction policy saves on traces, beside the optimum"),
     "quality": ("blendstore.bench.quality", "what each way of reuse costs in quality"),
     "codec": ("blendstore.bench.codec", "size against quality and speed of the ways in which records are kept"),
 }

@@ -73,7 +73,7 @@ def _key(default: T, form: Form[T], help_text: str, *, secret: bool = False, bui
     return described
 
 
-_POLICIES = {name: name for name in ("lru", "lfu", "fifo", "s3-fifo", "sieve")} | {
+_POLICIES = {name: name for name in ("adaptive", "lru", "lfu", "fifo", "s3-fifo", "sieve")} | {
     "s3fifo": "s3-fifo",
     "s3_fifo": "s3-fifo",
 }
@@ -91,11 +91,12 @@ class Config:
     chunk_size: int = _key(256, whole(1, 65536), "tokens of a chunk, the unit of storage")
     local_cpu: bool = _key(True, switch(), "keep records in memory; false: memory is a buffer above a lower tier")
     max_local_cpu_size: float = _key(5.0, number(0, 2047, above=True), "memory for records, in GiB (2**30 bytes)")
-    cache_policy: str = _key("s3-fifo", one_of(_POLICIES), "eviction policy")
+    cache_policy: str = _key("adaptive", one_of(_POLICIES), "eviction policy")
     save_unfull_chunk: bool = _key(False, switch(), "store the last, shorter chunk of a segment; forced by blending")
     pre_caching_hash_algorithm: str = _key(
         "blake3", one_of({"blake3": "blake3", "builtin": "blake3"}), "keys are always BLAKE3; builtin is read as that"
     )
+    tenant_share: float = _key(1.0, number(0, 1, above=True), "share of the memory that one tenant may take")
     tenant_salt: str = _key("", text(), "secret that separates tenants and keys every hash", secret=True)
 
     # Tiers below memory

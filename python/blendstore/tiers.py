@@ -64,6 +64,7 @@ def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None)
         capacity_bytes=config.max_local_cpu_bytes,
         chunk_size=config.chunk_size,
         policy=config.cache_policy,
+        tenant_share=config.tenant_share,
         tiers=tiers,
     )
     if tiers:

@@ -23,7 +23,7 @@ def write(folder: Path, content: str) -> Path:
 def test_defaults_are_the_documented_ones() -> None:
     config = Config.load(env={})
     assert (config.chunk_size, config.local_cpu, config.max_local_cpu_size) == (256, True, 5.0)
-    assert (config.cache_policy, config.save_unfull_chunk) == ("s3-fifo", False)
+    assert (config.cache_policy, config.save_unfull_chunk) == ("adaptive", False)
     assert (config.enable_blending, config.use_layerwise, config.blend_special_str) == (False, False, " # # ")
     assert (config.blend_check_layers, config.blend_recompute_ratios, config.blend_thresholds) == ((1,), (0.15,), None)
     assert (config.blend_min_tokens, config.blend_selector, config.blend_selector_options) == (32, "query", {})
@@ -157,7 +157,7 @@ def test_direct_construction_is_checked_the_same_way() -> None:
         ({"max_local_cpu_size": float("inf")}, "number above 0"),
         ({"max_local_cpu_size": [5]}, "number above 0"),
         ({"max_local_cpu_size": None}, "number above 0"),
-        ({"cache_policy": "mru"}, "one of fifo, lfu, lru, s3-fifo, sieve"),
+        ({"cache_policy": "mru"}, "one of adaptive, fifo, lfu, lru, s3-fifo, sieve"),
         ({"cache_policy": ["lru"]}, "one of"),
         ({"pre_caching_hash_algorithm": "md5"}, "one of blake3"),
         ({"blend_recompute_ratios": 1.5}, "from 0 to 1"),
@@ -222,7 +222,15 @@ def test_selector_options_in_every_way_of_writing_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "read"), [("LRU", "lru"), ("LFU", "lfu"), ("FIFO", "fifo"), ("S3FIFO", "s3-fifo"), ("Sieve", "sieve")]
+    ("policy", "read"),
+    [
+        ("Adaptive", "adaptive"),
+        ("LRU", "lru"),
+        ("LFU", "lfu"),
+        ("FIFO", "fifo"),
+        ("S3FIFO", "s3-fifo"),
+        ("Sieve", "sieve"),
+    ],
 )
 def test_policies_keep_the_references_names(policy: str, read: str) -> None:
     assert Config(cache_policy=policy).cache_policy == read

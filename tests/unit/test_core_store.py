@@ -263,7 +263,7 @@ def test_stats_count_what_happened() -> None:
     }
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3-fifo", "sieve", "LRU", "S3-FIFO"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "lfu", "fifo", "s3-fifo", "sieve", "LRU", "S3-FIFO"])
 def test_every_policy_makes_room(policy: str) -> None:
     store = store_of(3, policy=policy)
     for seed in range(1, 20):
@@ -271,6 +271,19 @@ def test_every_policy_makes_room(policy: str) -> None:
         assert contents(look(store, NS, text(seed, CHUNK))) == [bytes([seed]) * FULL]
     stats = store.stats()
     assert (stats["chunks"], stats["evicted"]) == (3, 16)
+
+
+def test_a_tenant_keeps_to_its_share() -> None:
+    """All namespaces of one salt are one tenant; its own chunks make room for its new ones."""
+    store = store_of(8, tenant_share=0.5)
+    other = blendstore.Namespace([("model", b"other")], salt=b"b")
+    same = blendstore.Namespace([("model", b"another")], salt=b"b")
+    put(store, NS, text(1, 4 * CHUNK))
+    for seed in range(2, 9):
+        assert put(store, other if seed % 2 else same, text(seed, CHUNK), seed) == 1
+    assert look(store, NS, text(1, 4 * CHUNK)).hits == b"\1" * 4
+    left = [look(store, other if seed % 2 else same, text(seed, CHUNK)).hits for seed in range(2, 9)]
+    assert left == [b"\0"] * 3 + [b"\1"] * 4
 
 
 def test_eviction_takes_the_end_of_a_chain_first() -> None:
@@ -317,6 +330,8 @@ def test_a_closed_store_misses_and_takes_nothing() -> None:
         ({"chunk_size": 0}, "chunk_size = 0"),
         ({"max_chunks": 0}, "max_chunks = 0"),
         ({"policy": "best"}, 'policy = "best".*s3-fifo'),
+        ({"tenant_share": 0.0}, "tenant_share = 0"),
+        ({"tenant_share": 1.5}, "tenant_share = 1.5"),
         ({"lease_timeout_s": -1.0}, "lease_timeout_s = -1"),
         ({"lease_timeout_s": float("nan")}, "lease_timeout_s = NaN"),
         ({"reserve_wait_s": -0.5}, "reserve_wait_s = -0.5"),

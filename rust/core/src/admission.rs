@@ -107,7 +107,15 @@ pub(crate) fn admit(
     if ledger.closed {
         return Admitted::Full;
     }
-    let (room, mut ledger) = find_room(store, ledger, key, 0, layout.bytes(), deadline);
+    let (room, mut ledger) = find_room(
+        store,
+        ledger,
+        namespace.tenant(),
+        key,
+        0,
+        layout.bytes(),
+        deadline,
+    );
     let (slot, reserved) = match room {
         Room::Taken(slot, reserved) => (slot, reserved),
         Room::Resident(pin) => {

@@ -8,16 +8,17 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
-use crate::arena::Allocator;
+use crate::arena::{Allocator, UNIT};
 use crate::chunk::{Labels, NIL};
 use crate::events::EventKind;
-use crate::eviction::{Heat, Policy};
+use crate::eviction::{Arrival, Cost, Heat};
 use crate::index::ChunkIndex;
 use crate::key::{HEAD_ROOT, Key, SEGMENT_ROOT};
 use crate::namespace::Namespace;
 use crate::record;
 use crate::stats::Read;
 use crate::store::Shared;
+use crate::victims::{Room, Victims};
 use crate::word::{Complete, Evict, Reserved};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -39,7 +40,7 @@ pub(crate) struct Counts {
 #[derive(Debug)]
 pub(crate) struct Ledger {
     pub allocator: Allocator,
-    pub policy: Box<dyn Policy>,
+    pub victims: Victims,
     pub counts: Counts,
     pub closed: bool,
     /// Keys that a reservation is writing.
@@ -57,10 +58,10 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    pub(crate) fn new(capacity_bytes: usize, policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(capacity_bytes: usize, victims: Victims) -> Self {
         Self {
             allocator: Allocator::new(capacity_bytes),
-            policy,
+            victims,
             counts: Counts::default(),
             closed: false,
             writing: HashSet::new(),
@@ -74,7 +75,7 @@ impl Ledger {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.allocator.bytes() + self.policy.bytes()
+        self.allocator.bytes() + self.victims.bytes()
     }
 
     /// When the next lease on a wanted chunk will be overdue.
@@ -94,16 +95,33 @@ impl Ledger {
             .map(|generation| (slot, generation))
     }
 
-    /// A slot with room for `bytes` in the arena, evicting as much as that takes.
-    pub(crate) fn place(&mut self, store: &Shared, bytes: usize) -> Option<(u32, Reserved)> {
+    /// A slot with room for `bytes` in the arena for a tenant, evicting as much as that takes: its own chunks where it would
+    /// have more than its share, else what the policy chooses.
+    pub(crate) fn place(
+        &mut self,
+        store: &Shared,
+        tenant: &Key,
+        bytes: usize,
+    ) -> Option<(u32, Reserved)> {
         self.settle(store);
+        let taken = bytes.next_multiple_of(UNIT);
         loop {
+            let own = match self.victims.room(tenant, taken) {
+                Room::Never => return None,
+                Room::Taken => Some(tenant),
+                Room::Free => None,
+            };
             let slot_left =
                 self.free_slot != NIL || (self.used_slots as usize) < store.chunks.len();
-            if slot_left && let Some(block) = self.allocator.alloc(bytes) {
-                return Some(self.take_slot(store, block));
+            if own.is_none()
+                && slot_left
+                && let Some(block) = self.allocator.alloc(bytes)
+            {
+                let (slot, reserved) = self.take_slot(store, block);
+                self.victims.charge(slot, tenant, taken);
+                return Some((slot, reserved));
             }
-            if !self.evict_one(store) {
+            if !self.evict_one(store, own) {
                 return None;
             }
         }
@@ -137,6 +155,7 @@ impl Ledger {
     fn release(&mut self, store: &Shared, slot: u32) {
         let cold = store.chunks.cold(slot);
         self.allocator.free(cold.block.load(Relaxed));
+        self.victims.discharge(slot);
         cold.next_sibling.store(self.free_slot, Relaxed);
         store.chunks.word(slot).free();
         self.free_slot = slot;
@@ -150,7 +169,7 @@ impl Ledger {
                 self.release(store, slot);
             } else if word.is_resident(generation) {
                 word.unpark();
-                self.list_if_leaf(store, slot, false);
+                self.list_if_leaf(store, slot);
             }
         }
         let now = store.now();
@@ -202,9 +221,9 @@ impl Ledger {
         self.overdue.push(Reverse((due, slot, generation)));
     }
 
-    /// Evicts one chunk; false when every chunk is pinned.
-    fn evict_one(&mut self, store: &Shared) -> bool {
-        while let Some(slot) = self.policy.pop(&store.chunks) {
+    /// Evicts one chunk, of one tenant's if one is named; false when every such chunk is pinned.
+    fn evict_one(&mut self, store: &Shared, tenant: Option<&Key>) -> bool {
+        while let Some(slot) = self.victims.pop(tenant, &store.chunks) {
             self.set_labels(store, slot, |labels| labels.listed = false);
             let word = store.chunks.word(slot);
             let generation = word
@@ -274,7 +293,7 @@ impl Ledger {
             self.set_labels(store, orphan, |labels| labels.orphan = false);
             self.link(store, orphan, slot);
         }
-        self.list_if_leaf(store, slot, true);
+        self.list_new(store, slot, parent);
         if cold.labels().provenance != HEAD {
             // SAFETY: resident under the lock, so it stays until the call ends.
             let tokens = unsafe { record::tokens(&store.arena, &store.chunks, slot) };
@@ -322,7 +341,7 @@ impl Ledger {
         let labels = cold.labels();
         let number = cold.namespace.load(Relaxed);
         if labels.listed {
-            self.policy.remove(slot);
+            self.victims.remove(slot, &store.chunks);
             self.set_labels(store, slot, |labels| labels.listed = false);
         }
         if why != Detach::Replaced {
@@ -455,7 +474,7 @@ impl Ledger {
             .first_child
             .store(child, std::sync::atomic::Ordering::Release);
         if parent_links.labels().listed {
-            self.policy.remove(parent);
+            self.victims.remove(parent, &store.chunks);
             self.set_labels(store, parent, |labels| labels.listed = false);
         }
     }
@@ -485,7 +504,7 @@ impl Ledger {
                 .store(previous, Relaxed);
         }
         if restore_parent {
-            self.list_if_leaf(store, parent, false);
+            self.list_if_leaf(store, parent);
         }
     }
 
@@ -500,20 +519,39 @@ impl Ledger {
         }
     }
 
-    /// Lets the policy have a resident chunk without children, unless it has it or the chunk waits for its last pin.
-    fn list_if_leaf(&mut self, store: &Shared, slot: u32, new: bool) {
+    /// Lets the policy have a chunk that has just been published.
+    fn list_new(&mut self, store: &Shared, slot: u32, parent: Option<u32>) {
         let (hot, cold) = (store.chunks.hot(slot), store.chunks.cold(slot));
-        if cold.first_child.load(Relaxed) != NIL || cold.labels().listed || !hot.word.is_listable()
-        {
-            return;
-        }
-        if new {
-            let fingerprint = u32::from_le_bytes(hot.key()[28..].try_into().expect("four bytes"));
-            self.policy.insert(slot, fingerprint, &store.chunks);
+        let key = hot.key();
+        let (tokens, position) = (
+            hot.ntokens.load(Relaxed),
+            cold.source_position.load(Relaxed),
+        );
+        let arrival = Arrival {
+            fingerprint: u64::from_le_bytes(key[24..].try_into().expect("eight bytes")),
+            tokens,
+            position,
+            saves: Cost::default().saves(tokens, position),
+            head: position == cold.segment_offset.load(Relaxed),
+            unfull: (tokens as usize) < store.options.chunk_size,
+            parent,
+        };
+        self.victims.insert(slot, &arrival, &store.chunks);
+        if cold.first_child.load(Relaxed) == NIL && hot.word.is_listable() {
+            self.set_labels(store, slot, |labels| labels.listed = true);
         } else {
-            self.policy.restore(slot, &store.chunks);
+            self.victims.remove(slot, &store.chunks);
         }
-        self.set_labels(store, slot, |labels| labels.listed = true);
+    }
+
+    /// Lets the policy have a resident chunk without children, unless it has it or the chunk waits for its last pin.
+    fn list_if_leaf(&mut self, store: &Shared, slot: u32) {
+        let (hot, cold) = (store.chunks.hot(slot), store.chunks.cold(slot));
+        if cold.first_child.load(Relaxed) == NIL && !cold.labels().listed && hot.word.is_listable()
+        {
+            self.victims.restore(slot, &store.chunks);
+            self.set_labels(store, slot, |labels| labels.listed = true);
+        }
     }
 
     fn set_labels(&self, store: &Shared, slot: u32, change: impl FnOnce(&mut Labels)) {

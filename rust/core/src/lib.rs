@@ -35,9 +35,11 @@ mod namespace;
 mod record;
 mod reservation;
 mod resident;
+pub mod simulator;
 mod stats;
 mod store;
 mod sync;
+mod victims;
 mod word;
 
 pub use admission::{Admission, Admitted, Facts, Shape};

@@ -18,6 +18,7 @@ use crate::key::{HEAD_ROOT, Key, SEGMENT_ROOT};
 const NAMESPACE_CONTEXT: &str = "blendstore 2026 namespace v1";
 const CHAIN_CONTEXT: &str = "blendstore 2026 chain key v1";
 const PREFIX_CONTEXT: &str = "blendstore 2026 context key v1";
+const TENANT_CONTEXT: &str = "blendstore 2026 tenant v1";
 const NAME_CONTEXT: &str = "blendstore 2026 namespace name v1";
 
 /// Bytes of one BLAKE3 block and of one BLAKE3 chunk (its leaf, not ours).
@@ -36,6 +37,7 @@ pub struct Namespace {
     digest: [u8; 32],
     chain_key: [u8; 32],
     context_key: [u8; 32],
+    tenant: Key,
 }
 
 impl Namespace {
@@ -51,21 +53,30 @@ impl Namespace {
             frame(name.as_ref().as_bytes());
             frame(value.as_ref());
         }
-        Self::from_digest(*hasher.finalize().as_bytes())
+        Self {
+            tenant: blake3::derive_key(TENANT_CONTEXT, salt),
+            ..Self::from_digest(*hasher.finalize().as_bytes())
+        }
     }
 
-    /// The namespace with that digest.
+    /// The namespace with that digest, as a tenant of its own: what it is in can't be told from a digest.
     pub fn from_digest(digest: [u8; 32]) -> Self {
         Self {
             digest,
             chain_key: blake3::derive_key(CHAIN_CONTEXT, &digest),
             context_key: blake3::derive_key(PREFIX_CONTEXT, &digest),
+            tenant: blake3::derive_key(TENANT_CONTEXT, &digest),
         }
     }
 
     /// 32 bytes that tell it from all others, and from which every key is derived: a secret where the salt is one.
     pub fn digest(&self) -> &[u8; 32] {
         &self.digest
+    }
+
+    /// Whose it is: the same for all namespaces with the same salt.
+    pub fn tenant(&self) -> &Key {
+        &self.tenant
     }
 
     /// What it is called outside of this process: derived from the digest, of which it tells nothing.

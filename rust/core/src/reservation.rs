@@ -186,6 +186,7 @@ pub(crate) fn reserve(
                 let (room, relocked) = find_room(
                     store,
                     ledger,
+                    namespace.tenant(),
                     &keys[index],
                     request.rank,
                     layout.bytes(),
@@ -263,6 +264,7 @@ pub(crate) fn reserve(
 pub(crate) fn find_room<'a>(
     store: &'a Shared,
     mut ledger: MutexGuard<'a, Ledger>,
+    tenant: &Key,
     key: &Key,
     rank: u8,
     bytes: usize,
@@ -279,7 +281,7 @@ pub(crate) fn find_room<'a>(
         }
         let rung = store.returns.rung();
         if bytes <= ledger.allocator.capacity()
-            && let Some((slot, reserved)) = ledger.place(store, bytes)
+            && let Some((slot, reserved)) = ledger.place(store, tenant, bytes)
         {
             return (Room::Taken(slot, reserved), ledger);
         }

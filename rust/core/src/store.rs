@@ -19,13 +19,14 @@ use crate::record;
 use crate::reservation::{self, Request, Reservation};
 use crate::resident::{Observer, Record};
 use crate::stats::{Read, ReadCounters, Stats};
+use crate::victims::Victims;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 /// Children of a chunk that the matcher is told of.
 const MAX_CHILDREN: usize = 64;
 
 /// How a store is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Bytes of the arena. A record takes its KV payload, 4 bytes a token (8 with scores) and 96 bytes, rounded up to 512.
     pub capacity_bytes: usize,
@@ -33,6 +34,8 @@ pub struct Options {
     pub chunk_size: usize,
     /// Which chunk goes when room is needed.
     pub policy: PolicyKind,
+    /// Share of the capacity that the namespaces of one tenant (one salt) may take together, above 0 and up to 1: no limit.
+    pub tenant_share: f64,
     /// Most chunks at a time; by default one for each 16 KiB of capacity, 1,024 at least.
     pub max_chunks: Option<usize>,
     /// Time after which a lease no longer pins its chunks.
@@ -49,6 +52,7 @@ impl Default for Options {
             capacity_bytes: 1 << 30,
             chunk_size: 256,
             policy: PolicyKind::default(),
+            tenant_share: 1.0,
             max_chunks: None,
             lease_timeout: Duration::from_secs(60),
             reserve_wait: Duration::from_millis(50),
@@ -77,6 +81,13 @@ impl Options {
                 "chunk_size",
                 self.chunk_size,
                 "1 to 1048576 tokens",
+            ));
+        }
+        if !(self.tenant_share > 0.0 && self.tenant_share <= 1.0) {
+            return Err(Error::argument(
+                "tenant_share",
+                self.tenant_share,
+                "a share above 0 and up to 1",
             ));
         }
         if !(1..=1 << 30).contains(&self.max_chunks()) {
@@ -117,7 +128,9 @@ impl Store {
     pub fn open(options: Options) -> Result<Self> {
         options.check()?;
         let max_chunks = options.max_chunks();
-        let policy = options.policy.build(max_chunks);
+        let share = options.tenant_share;
+        let limit = (share < 1.0).then_some((options.capacity_bytes as f64 * share) as u64);
+        let victims = Victims::new(options.policy.build(max_chunks), max_chunks, limit);
         let shared = Shared {
             options,
             arena: Arena::new(options.capacity_bytes)?,
@@ -127,7 +140,7 @@ impl Store {
             reads: ReadCounters::default(),
             returns: Returns::default(),
             observer: Observer::default(),
-            ledger: Mutex::new(Ledger::new(options.capacity_bytes, policy)),
+            ledger: Mutex::new(Ledger::new(options.capacity_bytes, victims)),
             events: Mutex::new(Events::new(options.events_capacity)),
             opened: Instant::now(),
         };

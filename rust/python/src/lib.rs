@@ -17,6 +17,7 @@ mod reservation;
 mod store;
 mod ticket;
 mod tier;
+mod trace;
 
 use pyo3::prelude::*;
 
@@ -40,5 +41,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tier::Tier>()?;
     module.add_class::<ticket::Ticket>()?;
     logging::install();
-    module.add_class::<store::Store>()
+    module.add_class::<store::Store>()?;
+    module.add_class::<trace::Trace>()
 }

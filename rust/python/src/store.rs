@@ -42,15 +42,16 @@ impl Drop for Store {
 impl Store {
     #[new]
     #[pyo3(signature = (
-        *, capacity_bytes, chunk_size = 256, policy = "s3-fifo", max_chunks = None, lease_timeout_s = 60.0,
+        *, capacity_bytes, chunk_size = 256, policy = "adaptive", tenant_share = 1.0, max_chunks = None, lease_timeout_s = 60.0,
         reserve_wait_s = 0.05, events_capacity = 4096, tiers = Vec::new(),
-    ), text_signature = "(*, capacity_bytes, chunk_size=256, policy='s3-fifo', max_chunks=None, lease_timeout_s=60.0, reserve_wait_s=0.05, events_capacity=4096, tiers=())")]
+    ), text_signature = "(*, capacity_bytes, chunk_size=256, policy='adaptive', tenant_share=1.0, max_chunks=None, lease_timeout_s=60.0, reserve_wait_s=0.05, events_capacity=4096, tiers=())")]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python class")]
     fn new(
         py: Python<'_>,
         capacity_bytes: i64,
         chunk_size: i64,
         policy: &str,
+        tenant_share: f64,
         max_chunks: Option<i64>,
         lease_timeout_s: f64,
         reserve_wait_s: f64,
@@ -61,6 +62,7 @@ impl Store {
             capacity_bytes: count("capacity_bytes", capacity_bytes)?,
             chunk_size: count("chunk_size", chunk_size)?,
             policy: policy.parse().map_err(raise)?,
+            tenant_share,
             max_chunks: max_chunks
                 .map(|chunks| count("max_chunks", chunks))
                 .transpose()?,

@@ -1,6 +1,6 @@
 //! First in, first out: use doesn't matter.
 
-use super::{Heat, Links, List, Policy};
+use super::{Arrival, Heat, Links, List, Policy};
 
 #[derive(Debug)]
 pub(super) struct Fifo {
@@ -18,7 +18,7 @@ impl Fifo {
 }
 
 impl Policy for Fifo {
-    fn insert(&mut self, slot: u32, _fingerprint: u32, _heat: &dyn Heat) {
+    fn insert(&mut self, slot: u32, _arrival: &Arrival, _heat: &dyn Heat) {
         self.list.push_newest(&mut self.links, slot);
     }
 
@@ -26,7 +26,7 @@ impl Policy for Fifo {
         self.list.push_oldest(&mut self.links, slot);
     }
 
-    fn remove(&mut self, slot: u32) {
+    fn remove(&mut self, slot: u32, _heat: &dyn Heat) {
         self.list.remove(&mut self.links, slot);
     }
 

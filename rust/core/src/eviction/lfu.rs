@@ -3,7 +3,7 @@
 //! One list per count. A chunk moves up when the search for a victim meets it with more hits than its list says: lists are
 //! searched from the lowest, a count never falls, so whatever is found up to date has the fewest hits of all.
 
-use super::{Heat, Links, List, Policy};
+use super::{Arrival, Heat, Links, List, Policy};
 
 /// Counts stop here.
 pub(super) const CAP: u32 = 255;
@@ -39,7 +39,7 @@ impl Lfu {
 }
 
 impl Policy for Lfu {
-    fn insert(&mut self, slot: u32, _fingerprint: u32, heat: &dyn Heat) {
+    fn insert(&mut self, slot: u32, _arrival: &Arrival, heat: &dyn Heat) {
         let count = self.place(slot, heat);
         self.lists[count].push_newest(&mut self.links, slot);
         self.len += 1;
@@ -51,7 +51,7 @@ impl Policy for Lfu {
         self.len += 1;
     }
 
-    fn remove(&mut self, slot: u32) {
+    fn remove(&mut self, slot: u32, _heat: &dyn Heat) {
         self.lists[self.count[slot as usize] as usize].remove(&mut self.links, slot);
         self.len -= 1;
     }

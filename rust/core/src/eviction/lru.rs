@@ -5,7 +5,7 @@
 //! comes out is the least recently used. Times never fall below the last one popped, which is all that a radix heap
 //! asks for; each entry moves at most 64 times whatever the number of chunks.
 
-use super::{Heat, Policy};
+use super::{Arrival, Heat, Policy};
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
@@ -62,7 +62,7 @@ impl Lru {
 }
 
 impl Policy for Lru {
-    fn insert(&mut self, slot: u32, _fingerprint: u32, heat: &dyn Heat) {
+    fn insert(&mut self, slot: u32, _arrival: &Arrival, heat: &dyn Heat) {
         self.restore(slot, heat);
     }
 
@@ -79,7 +79,7 @@ impl Policy for Lru {
         self.sweep();
     }
 
-    fn remove(&mut self, slot: u32) {
+    fn remove(&mut self, slot: u32, _heat: &dyn Heat) {
         let ticket = &mut self.tickets[slot as usize];
         *ticket = ticket.wrapping_add(1);
         self.len -= 1;
@@ -94,7 +94,7 @@ impl Policy for Lru {
                     continue;
                 }
                 if heat.touched(entry.slot) <= self.last {
-                    self.remove(entry.slot);
+                    self.remove(entry.slot, heat);
                     return Some(entry.slot);
                 }
                 self.push(Entry {

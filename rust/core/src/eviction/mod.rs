@@ -10,9 +10,11 @@ use std::str::FromStr;
 
 use crate::error::Error;
 
+mod adaptive;
 mod fifo;
 mod lfu;
 mod lru;
+mod reuse;
 mod s3fifo;
 mod sieve;
 
@@ -26,14 +28,70 @@ pub trait Heat {
     fn touched(&self, slot: u32) -> u64;
 }
 
+/// What chunks cost, in times that one token at position 0 takes to compute: a chunk of L tokens at position p takes
+/// `L · (1 + (p + L/2) / attention_tokens)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Position at which attention takes as long as everything else.
+    pub attention_tokens: f64,
+    /// Of loading a token from where the policy keeps it.
+    pub load: f64,
+}
+
+impl Default for Cost {
+    fn default() -> Self {
+        Self {
+            attention_tokens: 30_000.0,
+            load: 0.0,
+        }
+    }
+}
+
+impl Cost {
+    /// Of computing `tokens` tokens from `position` on.
+    pub fn compute(&self, tokens: u32, position: u32) -> f64 {
+        let (tokens, position) = (f64::from(tokens), f64::from(position));
+        tokens * (1.0 + (position + tokens / 2.0) / self.attention_tokens)
+    }
+
+    /// What a hit saves per token, which stands for its bytes.
+    pub fn saves(&self, tokens: u32, position: u32) -> f32 {
+        let compute = self.compute(tokens, position) / f64::from(tokens.max(1));
+        (compute - self.load).max(0.0) as f32
+    }
+}
+
+/// What a policy is told of a chunk when it comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Arrival {
+    /// Stands for its key.
+    pub fingerprint: u64,
+    /// Tokens that it holds.
+    pub tokens: u32,
+    /// Position of its first token in the prompt that it came from.
+    pub position: u32,
+    /// Time that a hit saves, for each byte of it, in any unit.
+    pub saves: f32,
+    /// Belongs to a chain that begins at position 0 of its prompt.
+    pub head: bool,
+    /// Holds fewer tokens than a chunk can.
+    pub unfull: bool,
+    /// The slot of the chunk before it in its chain.
+    pub parent: Option<u32>,
+}
+
 /// Order in which chunks go. Called by one thread at a time.
 pub trait Policy: Send + fmt::Debug {
-    /// Adds a new chunk; `fingerprint` stands for its key.
-    fn insert(&mut self, slot: u32, fingerprint: u32, heat: &dyn Heat);
+    /// Adds a new chunk.
+    fn insert(&mut self, slot: u32, arrival: &Arrival, heat: &dyn Heat);
     /// Adds a chunk that was removed or popped and has stayed resident, where it would go soonest.
     fn restore(&mut self, slot: u32, heat: &dyn Heat);
     /// Takes out a chunk that is there.
-    fn remove(&mut self, slot: u32);
+    fn remove(&mut self, slot: u32, heat: &dyn Heat);
+    /// Takes out a chunk that is there and goes for another reason than this order.
+    fn give_up(&mut self, slot: u32, heat: &dyn Heat) {
+        self.remove(slot, heat);
+    }
     /// Takes out the chunk to go next. Amortised constant time.
     fn pop(&mut self, heat: &dyn Heat) -> Option<u32>;
     /// Chunks that are there.
@@ -56,15 +114,24 @@ pub enum PolicyKind {
     /// First in, first out.
     Fifo,
     /// Three static queues: small, main, ghost.
-    #[default]
     S3Fifo,
     /// One queue with a moving hand.
     Sieve,
+    /// What is least worth its room, by learned times of reuse and what a use saves.
+    #[default]
+    Adaptive,
 }
 
 impl PolicyKind {
     /// Every policy.
-    pub const ALL: [Self; 5] = [Self::Lru, Self::Lfu, Self::Fifo, Self::S3Fifo, Self::Sieve];
+    pub const ALL: [Self; 6] = [
+        Self::Lru,
+        Self::Lfu,
+        Self::Fifo,
+        Self::S3Fifo,
+        Self::Sieve,
+        Self::Adaptive,
+    ];
 
     /// Its name in configurations.
     pub fn as_str(self) -> &'static str {
@@ -74,6 +141,7 @@ impl PolicyKind {
             Self::Fifo => "fifo",
             Self::S3Fifo => "s3-fifo",
             Self::Sieve => "sieve",
+            Self::Adaptive => "adaptive",
         }
     }
 
@@ -85,6 +153,7 @@ impl PolicyKind {
             Self::Fifo => Box::new(fifo::Fifo::new(max_chunks)),
             Self::S3Fifo => Box::new(s3fifo::S3Fifo::new(max_chunks)),
             Self::Sieve => Box::new(sieve::Sieve::new(max_chunks)),
+            Self::Adaptive => Box::new(adaptive::Adaptive::new(max_chunks)),
         }
     }
 
@@ -95,6 +164,7 @@ impl PolicyKind {
             Self::Sieve => 1,
             Self::S3Fifo => 3,
             Self::Lfu => lfu::CAP,
+            Self::Adaptive => adaptive::CAP,
         }
     }
 }
@@ -125,13 +195,13 @@ impl FromStr for PolicyKind {
 
 /// Neighbours of every slot in the one list that it is in. Kept as slot + 1, so that unused slots are untouched zeros.
 #[derive(Debug)]
-struct Links {
+pub(crate) struct Links {
     newer: Vec<u32>,
     older: Vec<u32>,
 }
 
 impl Links {
-    fn new(slots: usize) -> Self {
+    pub(crate) fn new(slots: usize) -> Self {
         Self {
             newer: vec![0; slots],
             older: vec![0; slots],
@@ -154,21 +224,21 @@ impl Links {
         self.older[slot as usize] = other.map_or(0, |other| other + 1);
     }
 
-    fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         (self.newer.len() + self.older.len()) * size_of::<u32>()
     }
 }
 
 /// A list of slots from the newest to the oldest end.
 #[derive(Clone, Copy, Debug, Default)]
-struct List {
+pub(crate) struct List {
     newest: Option<u32>,
-    oldest: Option<u32>,
+    pub(crate) oldest: Option<u32>,
     len: usize,
 }
 
 impl List {
-    fn push_newest(&mut self, links: &mut Links, slot: u32) {
+    pub(crate) fn push_newest(&mut self, links: &mut Links, slot: u32) {
         links.set_newer(slot, None);
         links.set_older(slot, self.newest);
         match self.newest.replace(slot) {
@@ -203,7 +273,7 @@ impl List {
         self.len += 1;
     }
 
-    fn remove(&mut self, links: &mut Links, slot: u32) {
+    pub(crate) fn remove(&mut self, links: &mut Links, slot: u32) {
         let (newer, older) = (links.newer(slot), links.older(slot));
         match newer {
             Some(newer) => links.set_older(newer, older),

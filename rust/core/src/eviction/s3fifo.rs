@@ -1,7 +1,7 @@
 //! S3-FIFO (Yang et al., SOSP 2023): newcomers pass through a small queue, and only those used more than once there, or
 //! that come back while they are remembered as ghosts, enter the main queue, where use gives another round.
 
-use super::{Heat, Links, List, Policy};
+use super::{Arrival, Heat, Links, List, Policy};
 
 /// Share of the chunks that the small queue keeps, one in this many.
 const SMALL: usize = 10;
@@ -37,9 +37,9 @@ impl S3Fifo {
 }
 
 impl Policy for S3Fifo {
-    fn insert(&mut self, slot: u32, fingerprint: u32, _heat: &dyn Heat) {
-        self.in_main[slot as usize] = self.ghosts.take(fingerprint, self.main.len);
-        self.ghosts.name(slot, fingerprint);
+    fn insert(&mut self, slot: u32, arrival: &Arrival, _heat: &dyn Heat) {
+        self.in_main[slot as usize] = self.ghosts.take(arrival.fingerprint as u32, self.main.len);
+        self.ghosts.name(slot, arrival.fingerprint as u32);
         let (list, links) = self.queue(slot);
         list.push_newest(links, slot);
     }
@@ -49,7 +49,7 @@ impl Policy for S3Fifo {
         list.push_oldest(links, slot);
     }
 
-    fn remove(&mut self, slot: u32) {
+    fn remove(&mut self, slot: u32, _heat: &dyn Heat) {
         let (list, links) = self.queue(slot);
         list.remove(links, slot);
     }

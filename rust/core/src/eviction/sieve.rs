@@ -1,7 +1,7 @@
 //! SIEVE (Zhang et al., NSDI 2024): one queue in order of arrival and a hand that moves from old to new, clears the mark of
 //! used chunks and evicts the first that has none.
 
-use super::{Heat, Links, List, Policy};
+use super::{Arrival, Heat, Links, List, Policy};
 
 #[derive(Debug)]
 pub(super) struct Sieve {
@@ -22,7 +22,7 @@ impl Sieve {
 }
 
 impl Policy for Sieve {
-    fn insert(&mut self, slot: u32, _fingerprint: u32, _heat: &dyn Heat) {
+    fn insert(&mut self, slot: u32, _arrival: &Arrival, _heat: &dyn Heat) {
         self.list.push_newest(&mut self.links, slot);
     }
 
@@ -33,7 +33,7 @@ impl Policy for Sieve {
         self.hand = Some(slot);
     }
 
-    fn remove(&mut self, slot: u32) {
+    fn remove(&mut self, slot: u32, _heat: &dyn Heat) {
         if self.hand == Some(slot) {
             self.hand = self.links.newer(slot);
         }
@@ -45,7 +45,7 @@ impl Policy for Sieve {
             let slot = self.hand.or(self.list.oldest)?;
             if heat.hits(slot) == 0 {
                 self.hand = Some(slot);
-                self.remove(slot);
+                self.remove(slot, heat);
                 return Some(slot);
             }
             heat.set_hits(slot, 0);

@@ -51,6 +51,15 @@ impl Heat for Uses {
     }
 }
 
+/// Slots stand for keys.
+fn arrival(slot: u32) -> Arrival {
+    Arrival {
+        fingerprint: slot.into(),
+        tokens: 1,
+        ..Arrival::default()
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Insert(u32),
@@ -258,7 +267,7 @@ fn compare(kind: PolicyKind, mut model: impl Model, steps: &[Step]) -> Result<()
             Step::Insert(slot) if !inside[slot as usize] => {
                 uses.start(slot, now);
                 model_uses.start(slot, now);
-                policy.insert(slot, slot, &uses);
+                policy.insert(slot, &arrival(slot), &uses);
                 model.insert(slot, &model_uses);
                 inside[slot as usize] = true;
             }
@@ -267,7 +276,7 @@ fn compare(kind: PolicyKind, mut model: impl Model, steps: &[Step]) -> Result<()
                 model_uses.hit(slot, now);
             }
             Step::Remove(slot) if inside[slot as usize] => {
-                policy.remove(slot);
+                policy.remove(slot, &uses);
                 model.remove(slot);
                 inside[slot as usize] = false;
             }
@@ -321,12 +330,12 @@ proptest! {
             match step {
                 Step::Insert(slot) if !inside[slot as usize] => {
                     uses.start(slot, now);
-                    policy.insert(slot, slot, &uses);
+                    policy.insert(slot, &arrival(slot), &uses);
                     inside[slot as usize] = true;
                 }
                 Step::Hit(slot) => uses.hit(slot, now),
                 Step::Remove(slot) if inside[slot as usize] => {
-                    policy.remove(slot);
+                    policy.remove(slot, &uses);
                     inside[slot as usize] = false;
                 }
                 Step::Pop | Step::PopAndRestore => {
@@ -371,7 +380,7 @@ fn scans_pass_by() {
         let uses = Uses::new(kind.hit_cap());
         for slot in 0..10 {
             uses.start(slot, 0);
-            policy.insert(slot, slot, &uses);
+            policy.insert(slot, &arrival(slot), &uses);
         }
         for now in 1..4 {
             (0..4).for_each(|slot| uses.hit(slot, now));

@@ -256,3 +256,59 @@ fn metadata_of_a_million_chunks() {
     println!("{each:.0} bytes of metadata a chunk beyond the key");
     assert!(each <= 160.0, "{each:.1}");
 }
+
+/// A tenant that stores without end takes at most its share: its own chunks make room, and its neighbour's stay. What it has
+/// pinned stays too, so then there is no room, and pins of one tenant never cost another one its chunks.
+#[test]
+fn a_tenant_keeps_to_its_share() {
+    for policy in PolicyKind::ALL {
+        let store = Store::open(Options {
+            policy,
+            tenant_share: 0.5,
+            reserve_wait: Duration::ZERO,
+            ..options(12)
+        })
+        .expect("a small store");
+        let (quiet, loud) = (tenant("quiet"), tenant("loud"));
+        for n in 0..4 {
+            assert_eq!(put(&store, &quiet, &document(n, 8), 1, &request()), 1);
+        }
+        for n in 0..30 {
+            assert_eq!(
+                put(&store, &loud, &document(n, 8), 1, &request()),
+                1,
+                "{policy}"
+            );
+        }
+        let resident = |ns: &Namespace, documents: std::ops::Range<u32>| {
+            let found = documents.map(|n| store.contains(&keys(ns, &document(n, 8)))[0]);
+            found.map(usize::from).sum::<usize>()
+        };
+        assert_eq!(resident(&quiet, 0..4), 4, "{policy}");
+        assert_eq!(resident(&loud, 0..30), 6, "{policy}");
+        let pinned: Vec<_> = (0..30).flat_map(|n| keys(&loud, &document(n, 8))).collect();
+        assert_eq!(store.pin(&pinned), 6);
+        assert_eq!(
+            put(&store, &loud, &document(99, 8), 1, &request()),
+            0,
+            "{policy}"
+        );
+        assert_eq!(
+            put(&store, &quiet, &document(99, 8), 1, &request()),
+            1,
+            "{policy}"
+        );
+        store.unpin(&pinned);
+        assert_eq!(
+            put(&store, &loud, &document(99, 8), 1, &request()),
+            1,
+            "{policy}"
+        );
+        store.clear(Some(&loud));
+        assert_eq!(
+            put(&store, &loud, &document(50, 48), 1, &request()),
+            6,
+            "all of it is free again"
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! Choices against a full search, and behaviour on what it is for.
+
+use std::cell::Cell;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SLOTS: usize = 32;
+const SECOND: u64 = 1_000_000_000;
+
+struct Uses {
+    hits: Vec<Cell<u32>>,
+    touched: Vec<Cell<u64>>,
+}
+
+impl Uses {
+    fn new(slots: usize) -> Self {
+        Self {
+            hits: vec![Cell::new(0); slots],
+            touched: vec![Cell::new(0); slots],
+        }
+    }
+
+    fn start(&self, slot: u32, now: u64) {
+        self.touched[slot as usize].set(now);
+        self.hits[slot as usize].set(0);
+    }
+
+    fn hit(&self, slot: u32, now: u64) {
+        self.touched[slot as usize].set(now);
+        let hits = &self.hits[slot as usize];
+        hits.set((hits.get() + 1).min(CAP));
+    }
+}
+
+impl Heat for Uses {
+    fn hits(&self, slot: u32) -> u32 {
+        self.hits[slot as usize].get()
+    }
+
+    fn set_hits(&self, slot: u32, hits: u32) {
+        self.hits[slot as usize].set(hits);
+    }
+
+    fn touched(&self, slot: u32) -> u64 {
+        self.touched[slot as usize].get()
+    }
+}
+
+fn arrival(key: u64) -> Arrival {
+    Arrival {
+        fingerprint: key.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        tokens: 1,
+        position: (key * 997 % 40_000) as u32,
+        saves: 1.0,
+        head: key.is_multiple_of(3),
+        unfull: key.is_multiple_of(2),
+        parent: None,
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Insert(u32, u64),
+    Hit(u32),
+    Remove(u32),
+    Pop,
+    PopAndRestore,
+}
+
+fn steps() -> impl Strategy<Value = Vec<(Step, u64)>> {
+    let slot = 0..SLOTS as u32;
+    let step = prop_oneof![
+        4 => (slot.clone(), 0..64_u64).prop_map(|(slot, key)| Step::Insert(slot, key)),
+        4 => slot.clone().prop_map(Step::Hit),
+        1 => slot.prop_map(Step::Remove),
+        2 => Just(Step::Pop),
+        1 => Just(Step::PopAndRestore),
+    ];
+    prop::collection::vec((step, 0..20 * SECOND), 1..400)
+}
+
+proptest! {
+    /// The victim's list comes first in the order of worth of all lists that have members, every chunk is in the list of
+    /// its class, and no list holds a chunk that is younger than its ages, or much older.
+    #[test]
+    fn the_victim_is_the_least_worth_of_all(steps in steps()) {
+        let mut policy = Adaptive::new(SLOTS);
+        let uses = Uses::new(SLOTS);
+        let mut inside = [false; SLOTS];
+        let mut now = 0;
+        for (step, later) in steps {
+            now += later;
+            match step {
+                Step::Insert(slot, key) if !inside[slot as usize] => {
+                    uses.start(slot, now);
+                    policy.insert(slot, &arrival(key), &uses);
+                    inside[slot as usize] = true;
+                }
+                Step::Hit(slot) if inside[slot as usize] => uses.hit(slot, now),
+                Step::Remove(slot) if inside[slot as usize] => {
+                    policy.remove(slot, &uses);
+                    inside[slot as usize] = false;
+                    prop_assert_eq!(policy.facts[slot as usize].seen, tick(uses.touched(slot)));
+                }
+                Step::Pop | Step::PopAndRestore => {
+                    let popped = policy.pop(&uses);
+                    prop_assert_eq!(popped.is_some(), inside.contains(&true));
+                    let Some(slot) = popped else { continue };
+                    prop_assert!(inside[slot as usize]);
+                    inside[slot as usize] = false;
+                    let place = |slot: u32| policy.places[usize::from(policy.facts[slot as usize].list)];
+                    let least = policy.lowest as u16;
+                    for other in (0..SLOTS as u32).filter(|&slot| inside[slot as usize]) {
+                        prop_assert!(least <= place(other), "{slot} went before {other}");
+                        let facts = &policy.facts[other as usize];
+                        let (class, step) = (usize::from(facts.list) / STEPS, usize::from(facts.list) % STEPS);
+                        prop_assert_eq!(class, facts.class());
+                        let age = between(facts.seen, tick(policy.now));
+                        prop_assert!(step == 0 || age >= end_of_step(step - 1));
+                        // A younger one in front of it may hold it back for as long as a step lasts.
+                        let late = end_of_step(step) / 8 * 17 + LOOK + (1 << TICK);
+                        prop_assert!(step + 1 == STEPS || age <= late);
+                    }
+                    if matches!(step, Step::PopAndRestore) {
+                        policy.restore(slot, &uses);
+                        inside[slot as usize] = true;
+                        prop_assert_eq!(policy.lists[usize::from(policy.facts[slot as usize].list)].oldest, Some(slot));
+                    }
+                }
+                _ => {}
+            }
+            prop_assert_eq!(policy.len(), inside.iter().filter(|&&there| there).count());
+        }
+    }
+}
+
+/// Without experience, and with chunks that are all alike, the least recently used goes.
+#[test]
+fn newcomers_go_by_age() {
+    let mut policy = Adaptive::new(8);
+    let uses = Uses::new(8);
+    for slot in 0..8 {
+        uses.start(slot, u64::from(slot) * 10 * SECOND);
+        policy.insert(
+            slot,
+            &Arrival {
+                fingerprint: slot.into(),
+                ..arrival(1)
+            },
+            &uses,
+        );
+    }
+    let popped: Vec<u32> = std::iter::from_fn(|| policy.pop(&uses)).collect();
+    assert_eq!(popped, [0, 1, 2, 3, 4, 5, 6, 7]);
+}
+
+/// What a chunk was is remembered when it comes back: that is what tells a document that is asked for again and again from
+/// one that passes by.
+#[test]
+fn a_chunk_that_comes_back_is_known() {
+    let mut policy = Adaptive::new(4);
+    let uses = Uses::new(4);
+    for round in 0..6_u64 {
+        uses.start(0, round * SECOND);
+        policy.insert(0, &arrival(5), &uses);
+        assert_eq!(policy.facts[0].past.uses, round as u8);
+        assert_eq!(policy.pop(&uses), Some(0));
+    }
+    let pace = f64::from(policy.facts[0].past.pace) / 256.0;
+    assert!((pace - (SECOND as f64).log2()).abs() < 0.5, "{pace}");
+}
