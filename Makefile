@@ -12,7 +12,7 @@ SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare test-remote bench-remote services quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,13 +57,22 @@ format: build ## rewrite the sources as lint wants them
 	cargo fmt --all
 	ruff check --fix -q . ; ruff format .
 
-test-rust: $(VENV)/.ready ## unit, model and property tests of the Rust crates, crashes and kills, and 30 s of each fuzzer
+test-rust: services ## unit, model and property tests of the Rust crates, crashes and kills, and 30 s of each fuzzer
 	BLENDSTORE_FUZZ_SECONDS=30 cargo test --release --quiet --workspace --exclude blendstore-python
+
+test-remote: services ## the remote tier against real servers: Redis, Valkey, a cluster, sentinels, S3
+	cargo test --release --quiet -p blendstore-tiers --test remote
+
+services: .services/.ready ## the servers that test-remote starts, unpacked into .services
+
+.services/.ready: tests/services.sh requirements/services.txt $(VENV)/.ready
+	PYTHON=$(PY) bash tests/services.sh
+	@touch $@
 
 test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of the lock-free tables
 	RUSTFLAGS="--cfg loom" cargo test --release --quiet -p blendstore-core --target-dir target/loom --lib loom
 
-test-python: build models models-gemma ## every Python test, real models and real servers included
+test-python: build models models-gemma services ## every Python test, real models and real servers included
 	$(PY) -m pytest -q
 
 test-sglang: models models-gemma ## the real SGLang on a CPU, every supported version in an environment of its own
@@ -121,6 +130,9 @@ bench-eviction: build ## what each eviction policy saves on traces (TRACE=FILE f
 
 bench-compare: ## the store's hit path beside quick_cache, moka and foyer's memory cache
 	cargo run --release --manifest-path benches/compare/Cargo.toml -- --json out/bench-compare.json
+
+bench-remote: services ## records through Redis beside redis-benchmark
+	cargo bench --quiet -p blendstore-tiers --bench remote -- --json $(CURDIR)/out/bench-remote.json
 
 quality: build models ## what each way of reuse costs in quality, on the fixed prompt set (hours on a CPU; DEVICE=cuda)
 	blendstore bench quality --device $(or $(DEVICE),cpu) --json out/quality.json --plot out/quality.png --resume out/quality.jsonl

@@ -28,6 +28,7 @@ __all__ = [
     "Tier",
     "Trace",
     "__version__",
+    "remote_url_fault",
 ]
 
 __version__: Final[str]
@@ -201,8 +202,16 @@ class Tier:
         system lets us. Raises ``StoreError`` when a directory can't be used."""
     def with_coder(self, coder: Coder) -> Tier:
         """The same place, whose records are coded on their way down and decoded on their way up."""
+    @staticmethod
+    def remote(url: str, *, timeout_ms: int = 1000) -> Tier:
+        """What ``remote_url`` names: Redis or Valkey, an object store, a shared directory; docs/remote.md has the forms. A
+        server that is not there yet is no error. ``timeout_ms`` bounds each call. Raises ``StoreError`` for another URL, and
+        for files that it names and that can't be used; secrets are left out."""
     @property
     def name(self) -> str: ...
+
+def remote_url_fault(url: str) -> str | None:
+    """Why a text is no URL of a remote tier, without its secrets; ``None`` when it is one."""
 
 @final
 class Ticket:

@@ -32,6 +32,7 @@ from blendstore.forms import (
     number,
     one_of,
     optional,
+    remote_place,
     scalar_mapping,
     shown,
     switch,
@@ -61,7 +62,7 @@ class ConfigError(ValueError):
 def redact(value: str) -> str:
     """``value`` with passwords and tokens within URLs replaced by ``***``."""
     value = re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", value)
-    return re.sub(r"(?i)([?&](?:password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)
+    return re.sub(r"(?i)([?&](?:\w*password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)
 
 
 def _key(default: T, form: Form[T], help_text: str, *, secret: bool = False, built: bool = True) -> T:
@@ -108,6 +109,13 @@ class Config:
         "how records lie on disk",
     )
     codec_tables: Path | None = _key(None, _FILE, "table file of cachegen, from bench codec")  # noqa: RUF009
+    remote_url: str | None = _key(None, optional(remote_place()), "where records are shared: URL of the remote tier")
+    remote_timeout_ms: int = _key(1000, whole(1, 600_000), "milliseconds that a call of the remote tier takes at most")
+    remote_serde: str = _key(
+        "naive",
+        one_of({s: s for s in ("naive", "cachegen", "lossless")}),
+        "how records travel to the remote tier and lie there",
+    )
     tier_wait_ms: float = _key(
         200.0, number(0), "milliseconds that a prompt waits for its records from lower tiers; later ones find them"
     )
@@ -156,8 +164,6 @@ class Config:
 
     # Not built yet
     save_decode_cache: bool = _key(False, switch(), "store generated tokens", built=False)
-    remote_url: str | None = _key(None, optional(text()), "protocol://host:port of the remote tier", built=False)
-    remote_serde: str = _key("naive", one_of({s: s for s in ("naive", "cachegen", "lossless")}), "format", built=False)
     enable_p2p: bool = _key(False, switch(), "share with peers", built=False)
     p2p_host: str | None = _key(None, optional(text()), "this peer's address", built=False)
     p2p_init_ports: tuple[int, ...] | None = _key(None, optional(int_list(1, 65535)), "ports, one a rank", built=False)
@@ -287,14 +293,14 @@ class Config:
         separates = self.segmenter == "separator" or (self.segmenter == "auto" and self.enable_blending)
         for wrong, message in (
             (
-                not self.local_cpu and self.local_disk is None,
-                "local_cpu: false leaves nowhere to store; give a lower tier (local_disk), or, to turn caching off, "
-                "start the engine without blendstore",
+                not self.local_cpu and self.local_disk is None and self.remote_url is None,
+                "local_cpu: false leaves nowhere to store; give a lower tier (local_disk or remote_url), or, to turn "
+                "caching off, start the engine without blendstore",
             ),
             (
-                self.local_serde == "cachegen" and self.codec_tables is None,
-                "local_serde: cachegen needs codec_tables, the file that `blendstore bench codec --write-tables` makes "
-                "for this model",
+                "cachegen" in (self.local_serde, self.remote_serde) and self.codec_tables is None,
+                f"{'local_serde' if self.local_serde == 'cachegen' else 'remote_serde'}: cachegen needs codec_tables, "
+                "the file that `blendstore bench codec --write-tables` makes for this model",
             ),
             (
                 self.max_local_disk_bytes < _LEAST_DISK * len(self.local_disk or ()),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote, unquote
 
+from blendstore._core import remote_url_fault
+
 __all__ = [
     "Form",
     "Rejected",
@@ -25,6 +27,7 @@ __all__ = [
     "number",
     "one_of",
     "optional",
+    "remote_place",
     "scalar_mapping",
     "shown",
     "switch",
@@ -234,6 +237,22 @@ def local_paths(env: Mapping[str, str] | None = None) -> Form[tuple[Path, ...]]:
         return several.read([raw] if isinstance(raw, Path) else raw)
 
     return Form(f"{one.accepted}; or a list or a comma string of them", read)
+
+
+def remote_place() -> Form[str]:
+    """A URL of the remote tier, checked as the tier itself reads it. Reasons name no secrets."""
+
+    def read(raw: object) -> str:
+        if not isinstance(raw, str):
+            raise ValueError
+        raw.encode()
+        fault = remote_url_fault(raw)
+        if fault is not None:
+            raise Rejected(fault)
+        return raw
+
+    forms = "redis://, rediss://, redis-cluster://, redis-sentinel://, unix://, s3:// or file:///"
+    return Form(f"a URL of a remote tier ({forms})", read)
 
 
 def _word(raw: object) -> str:

@@ -48,7 +48,8 @@ def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None)
     says what is in its records, for their coding.
 
     What is still queued for the tiers when the interpreter exits is written first, for at most 5 s. Raises
-    `ConfigError` when a tier can't be opened: its directory is not writable, or another process uses it."""
+    `ConfigError` when a tier can't be opened: its directory is not writable, or another process uses it, or a file that
+    its URL names can't be read. A remote that is not there yet is no error."""
     tiers: list[Tier] = []
     if config.local_disk is not None:
         directories = [directory / f"rank-{rank}" if rank else directory for directory in config.local_disk]
@@ -60,6 +61,13 @@ def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None)
             raise ConfigError(f"local_disk: {named} ({origin}) can't be used: {error}") from error
         coder = coder_of(config, "local_serde", payload)
         tiers.append(disk if coder is None else disk.with_coder(coder))
+    if config.remote_url is not None:
+        try:
+            remote = Tier.remote(config.remote_url, timeout_ms=config.remote_timeout_ms)
+        except StoreError as error:
+            raise ConfigError(f"{error} ({config.origins['remote_url']})") from None
+        coder = coder_of(config, "remote_serde", payload)
+        tiers.append(remote if coder is None else remote.with_coder(coder))
     store = Store(
         capacity_bytes=config.max_local_cpu_bytes,
         chunk_size=config.chunk_size,

@@ -160,7 +160,7 @@ def test_case_o02_the_reason_reaches_the_user() -> None:
 def test_case_o02_passwords_in_urls_are_redacted_in_every_error(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for content in (
-        f"remote_url: {SECRET_URL}\n",
+        f"remote_url: {SECRET_URL}/x\n",
         f"remote_uri: {SECRET_URL}\n",
         f"chunk_size: {SECRET_URL}\n",
         f"remote_url: {SECRET_URL}\nbroken: [\n",
@@ -175,7 +175,7 @@ def test_case_o02_passwords_in_urls_are_redacted_in_every_error(tmp_path: Path) 
             Config.load(file, env={})
         assert "p%40ss" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"rediss://user:\*\*\*@host:6380/0"):
-        Config.load(env={"LMCACHE_REMOTE_URL": SECRET_URL})
+        Config.load(env={"LMCACHE_REMOTE_URL": SECRET_URL + "/x"})
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,6 @@ def test_policies_keep_the_references_names(policy: str, read: str) -> None:
 
 ON = {
     "save_decode_cache": True,
-    "remote_url": "redis://localhost:6379",
-    "remote_serde": "cachegen",
     "enable_p2p": True,
     "p2p_host": "10.0.0.1",
     "p2p_init_ports": [8200],
@@ -276,8 +274,6 @@ def test_features_that_are_not_built_are_accepted_switched_off(tmp_path: Path) -
         "save_decode_cache: False",
         "local_disk: null",
         "max_local_disk_size: 0",
-        "remote_url: null",
-        'remote_serde: "naive"',
         "enable_p2p: off",
         "enable_pd: False",
         "numa_mode:",

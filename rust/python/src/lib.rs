@@ -39,6 +39,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<event::Event>()?;
     module.add_class::<coder::Coder>()?;
     module.add_class::<tier::Tier>()?;
+    module.add_function(wrap_pyfunction!(tier::remote_url_fault, module)?)?;
     module.add_class::<ticket::Ticket>()?;
     logging::install();
     module.add_class::<store::Store>()?;

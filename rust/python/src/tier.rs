@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
-use blendstore_tiers::{Disk, DiskOptions, Level};
+use blendstore_tiers::{Disk, DiskOptions, Level, remote};
 use pyo3::prelude::*;
 
 use crate::coder::Coder;
-use crate::error::failed;
+use crate::error::{StoreError, failed};
 use crate::input::count;
 
 /// A place for records below memory, to be given to a `Store`.
@@ -61,6 +62,19 @@ impl Tier {
         }
     }
 
+    #[staticmethod]
+    #[pyo3(signature = (url, *, timeout_ms = 1000))]
+    fn remote(py: Python<'_>, url: &str, timeout_ms: i64) -> PyResult<Self> {
+        let timeout = Duration::from_millis(count("timeout_ms", timeout_ms)? as u64);
+        let tier = py
+            .detach(|| remote::open(url, timeout))
+            .map_err(StoreError::new_err)?;
+        Ok(Self {
+            level: Level::raw(tier),
+            description: remote::redacted(url),
+        })
+    }
+
     #[getter]
     fn name(&self) -> &str {
         self.level.tier.name()
@@ -69,4 +83,10 @@ impl Tier {
     fn __repr__(&self) -> String {
         format!("Tier({}: {})", self.name(), self.description)
     }
+}
+
+/// Why a text is no `remote_url`, without its secrets; `None` when it is one.
+#[pyfunction]
+pub(crate) fn remote_url_fault(url: &str) -> Option<String> {
+    remote::RemoteUrl::parse(url).err().map(|error| error.0)
 }

@@ -4,10 +4,12 @@
 //! - [`TieredStore`]: memory above an ordered list of tiers. [`writes`] sends committed records down, behind the commit;
 //!   [`loads`] brings them up on demand, each once for all who ask, and proves them.
 //! - [`disk`]: append-only segment files.
+//! - [`remote`]: Redis and Valkey, object stores, shared directories.
 
 pub mod disk;
 pub mod loads;
 mod meter;
+pub mod remote;
 mod store;
 pub mod tier;
 mod writes;

@@ -264,3 +264,49 @@ fn segments() {
     }
     println!("segments: {rounds} inputs");
 }
+
+/// Whatever a URL says, it is answered, and what stands where a password does is never repeated.
+#[test]
+fn urls() {
+    let mut random = Random::new("urls");
+    let seeds = [
+        "redis://user:p%40ss@host:6379/1?ttl=60&prefix=a",
+        "rediss://:pw@[::1]:6380?ca=/a.pem&cert=/b.pem&key=/c.pem",
+        "redis-cluster://a:1,b:2,c",
+        "redis-sentinel://u:p@a:26379,b/master/2?sentinel_user=s&sentinel_password=t",
+        "unix://:pw@/run/redis.sock?db=3",
+        "s3://id:se%2Fcret@bucket/a/b?endpoint=http://127.0.0.1:9000&region=eu-1",
+        "file:///mnt/share%20d",
+    ];
+    let end = deadline();
+    while Instant::now() < end {
+        let mut bytes = seeds[random.below(seeds.len())].as_bytes().to_vec();
+        let until = bytes.len();
+        random.mutate(&mut bytes, until);
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        let answer = blendstore_tiers::remote::RemoteUrl::parse(&text);
+        let _ = (
+            format!("{answer:?}"),
+            blendstore_tiers::remote::redacted(&text),
+        );
+        // Capitals stand nowhere else.
+        let (before, after) = text.split_at(
+            text.char_indices()
+                .nth(random.below(40))
+                .map_or(text.len(), |(at, _)| at),
+        );
+        let secret = format!(
+            "redis://{}:SECRET{after}@{}",
+            before.replace([':', '/'], ""),
+            seeds[0].split_at(22).1
+        );
+        assert!(
+            !blendstore_tiers::remote::redacted(&secret).contains("SECRET"),
+            "{secret}"
+        );
+        match blendstore_tiers::remote::RemoteUrl::parse(&secret) {
+            Ok(url) => assert!(!format!("{url:?}").contains("SECRET"), "{secret}"),
+            Err(error) => assert!(!error.0.contains("SECRET"), "{secret}: {error}"),
+        }
+    }
+}
