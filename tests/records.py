@@ -1,5 +1,6 @@
 """Making and reading records in tests of the core: tokens, payloads that tell their writer, stores of a known size."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,6 +92,14 @@ def idle(store: Store) -> dict[str, int | float]:
     """The gauges that are zero when nobody uses the store."""
     stats = store.stats()
     return {name: stats[name] for name in ("bytes_pinned", "leases", "reservations")}
+
+
+def settled(store: Store, seconds: float = 20.0) -> dict[str, int | float]:
+    """`idle` once the threads below memory have let go of what they held, for which nobody waits but this."""
+    until = time.monotonic() + seconds
+    while idle(store) != IDLE and time.monotonic() < until:
+        time.sleep(0.01)
+    return idle(store)
 
 
 IDLE: dict[str, int | float] = {"bytes_pinned": 0, "leases": 0, "reservations": 0}

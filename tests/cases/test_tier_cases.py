@@ -20,7 +20,20 @@ from blendstore.metrics import ServingMetrics
 from blendstore.options import RequestOptions
 from blendstore.pipeline import Pipeline
 from blendstore.tiers import open_store
-from tests.records import BYTES_PER_TOKEN, CHUNK, IDLE, array, contents, idle, look, put, reserve, tenant, text, wanted
+from tests.records import (
+    BYTES_PER_TOKEN,
+    CHUNK,
+    IDLE,
+    array,
+    contents,
+    look,
+    put,
+    reserve,
+    settled,
+    tenant,
+    text,
+    wanted,
+)
 
 NS = tenant()
 LONG = 60.0
@@ -80,7 +93,7 @@ def test_case_f06_a_restart_finds_every_record(tmp_path: Path) -> None:
             for name in ("key", "source_position", "ntokens", "provenance", "rank", "context", "behind",
                          "behind_tokens", "nbytes", "segment_offset"):  # fmt: skip
                 assert getattr(after, name) == getattr(before, name)
-    assert idle(second) == IDLE
+    assert settled(second) == IDLE
 
 
 def _flip(file: Path) -> None:
@@ -246,7 +259,7 @@ def test_a_prompt_finds_what_an_earlier_process_computed(tmp_path: Path) -> None
     second = over(tmp_path)
     assert serve(line(second, patient), np.concatenate([tokens, text(9, 20)])) == len(tokens)
     assert second.flush(LONG), "what waits to be written is pinned"
-    assert idle(second) == IDLE
+    assert settled(second) == IDLE
     second.close()
     third = over(tmp_path)
     hurried = line(third, hasty)
