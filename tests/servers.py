@@ -27,7 +27,17 @@ class Redis:
     def start(self) -> None:
         """On the same port each time, empty."""
         assert SERVER.exists(), f"{SERVER} is missing: run `make services`"
-        command = [SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
+        command = [
+            str(SERVER),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(self._directory),
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         eventually(lambda: self.say("PING") == b"+PONG\r\n")
 

@@ -87,7 +87,13 @@ def test_case_f08_a_paused_or_restarted_redis_costs_bounded_time_and_needs_no_he
     assert loaded(opened(redis.url, timeout_ms=300)) == MISSED
     redis.start()
     two.clear()
-    eventually(lambda: (stored(one, tenant("again")), loaded(two, tenant("again")) == LOADED)[1])
+
+    def shared_again() -> bool:
+        one.clear(tenant("again"))
+        stored(one, tenant("again"))
+        return loaded(two, tenant("again")) == LOADED
+
+    eventually(shared_again)
     assert sum(count for name, count in two.tier_stats()["redis"].items() if name.startswith("error_")) > 0
 
 
