@@ -170,12 +170,11 @@ impl Nodes {
                 return Err(Fault::Login(word));
             }
         }
-        if database != 0 {
-            if let Reply::Error(text) =
+        if database != 0
+            && let Reply::Error(text) =
                 ask(&mut wire, &[b"SELECT", database.to_string().as_bytes()])?
-            {
-                return Err(Fault::Refused(text));
-            }
+        {
+            return Err(Fault::Refused(text));
         }
         Ok(wire)
     }
@@ -231,10 +230,10 @@ impl Nodes {
                 // Nodes that were met are asked too: the seeds may be gone by now.
                 let mut places = seeds.clone();
                 for place in lock(&self.known).keys() {
-                    if let Place::Address(address) = place {
-                        if !places.contains(address) {
-                            places.push(address.clone());
-                        }
+                    if let Place::Address(address) = place
+                        && !places.contains(address)
+                    {
+                        places.push(address.clone());
                     }
                 }
                 first(&places, deadline, |seed, deadline| {
