@@ -1,7 +1,7 @@
 //! Tiers below memory: one trait, what implements it, and the store that moves records between memory and them.
 //!
 //! - [`tier`]: the trait, and the sink that takes what a tier reads.
-//! - [`TieredStore`]: memory above an ordered list of tiers. [`writes`] sends committed records down, behind the commit;
+//! - [`TieredStore`]: memory above an ordered list of tiers. `writes` sends committed records down, behind the commit;
 //!   [`loads`] brings them up on demand, each once for all who ask, and proves them.
 //! - [`disk`]: append-only segment files.
 //! - [`remote`]: Redis and Valkey, object stores, shared directories.

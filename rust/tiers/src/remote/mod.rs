@@ -1,7 +1,7 @@
 //! Remote tiers: Redis and Valkey, object stores, shared directories, named by one URL.
 //!
 //! Every call ends by a time-out, what fails is a miss, and a remote that keeps failing is left alone for a while and then tried
-//! again ([`breaker`]). No connection is made but to what the URL names, and, where that is a cluster or sentinels, to the
+//! again (`breaker`). No connection is made but to what the URL names, and, where that is a cluster or sentinels, to the
 //! servers that these name.
 
 mod breaker;
