@@ -19,7 +19,7 @@ use rustls::ClientConfig;
 
 use self::sign::{Credentials, UNSIGNED, Unsigned, encoded, sha256};
 use super::breaker::{Breaker, Turn};
-use super::chance::Chance;
+use super::chance::Pauses;
 use super::delivery::{Delivery, deliver, is_of};
 use super::fault::Fault;
 use super::http::{self, Response};
@@ -58,7 +58,7 @@ pub struct Objects {
     idle: Mutex<Vec<Wire>>,
     breaker: Breaker,
     meter: Meter,
-    chance: Mutex<Chance>,
+    pauses: Pauses,
     closed: AtomicBool,
 }
 
@@ -150,7 +150,7 @@ impl Objects {
             idle: Mutex::default(),
             breaker: Breaker::default(),
             meter: Meter::default(),
-            chance: Mutex::default(),
+            pauses: Pauses::new(PAUSE),
             closed: AtomicBool::new(false),
         })
     }
@@ -271,7 +271,7 @@ impl Objects {
         let mut wanted: VecDeque<usize> = (0..count).collect();
         let (mut answered, mut failed) = (false, false);
         for attempt in 0..TRIES {
-            if wanted.is_empty() || !self.pause(attempt, end) {
+            if wanted.is_empty() || !self.pauses.before(attempt, end) {
                 break;
             }
             let mut again = VecDeque::new();
@@ -322,24 +322,6 @@ impl Objects {
             ),
             Turn::On => log::info!("tier {NAME}: {}: back", self.host),
         }
-    }
-
-    /// Waits before a try. False when there is no time for one.
-    fn pause(&self, attempt: u32, deadline: Instant) -> bool {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if attempt > 0 {
-            let pause = PAUSE * 2_u32.pow(attempt - 1);
-            let pause = self
-                .chance
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .around(pause);
-            if pause >= left {
-                return false;
-            }
-            std::thread::sleep(pause);
-        }
-        !left.is_zero()
     }
 
     /// Names of our objects, page by page.

@@ -6,15 +6,15 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blendstore_codec::Frame;
 use rustls::ClientConfig;
 
 use super::breaker::{Breaker, Turn};
-use super::chance::Chance;
+use super::chance::Pauses;
 use super::delivery::{Delivery, deliver};
 use super::fault::{Fault, is_passing};
 use super::nodes::{Node, Nodes, Route};
@@ -45,7 +45,7 @@ pub struct Redis {
     ttl: Option<Duration>,
     timeout: Duration,
     meter: Meter,
-    chance: Mutex<Chance>,
+    pauses: Pauses,
     closed: AtomicBool,
 }
 
@@ -80,7 +80,7 @@ impl Redis {
             discovery: Breaker::default(),
             timeout,
             meter: Meter::default(),
-            chance: Mutex::default(),
+            pauses: Pauses::new(PAUSE),
             closed: AtomicBool::new(false),
         }
     }
@@ -145,7 +145,10 @@ impl Redis {
     ) {
         let mut wanted: Vec<Wanted> = (0..names.len()).map(|index| (index, None)).collect();
         for attempt in 0..TRIES {
-            if wanted.is_empty() || self.closed.load(Relaxed) || !self.pause(attempt, deadline) {
+            if wanted.is_empty()
+                || self.closed.load(Relaxed)
+                || !self.pauses.before(attempt, deadline)
+            {
                 return;
             }
             let Some(route) = self.route(deadline) else {
@@ -286,24 +289,6 @@ impl Redis {
         }
         self.nodes.forget();
         Some(None)
-    }
-
-    /// Waits before a try. False when there is no time for one.
-    fn pause(&self, attempt: u32, deadline: Instant) -> bool {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if attempt > 0 {
-            let pause = PAUSE * 2_u32.pow(attempt - 1);
-            let pause = self
-                .chance
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .around(pause);
-            if pause >= left {
-                return false;
-            }
-            std::thread::sleep(pause);
-        }
-        !left.is_zero()
     }
 
     fn names(&self, keys: &[Key]) -> Vec<Vec<u8>> {
