@@ -1,7 +1,6 @@
 """The real HTTP server as a process, with a real small model."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,11 +11,8 @@ from typing import Any
 import httpx
 
 from blendstore.bench import models
+from tests.engines.serving import await_health, logged_prompts
 
-LINE = re.compile(
-    r"blendstore: request (\S+): prompt (\d+), device prefix (\d+), exact (\d+), reused (\d+), recomputed (\d+), "
-    r"fresh (\d+)"
-)
 SERVED = "smollm2"
 CHUNK = 64
 
@@ -47,23 +43,11 @@ class Http:
         env = {**os.environ, "BLENDSTORE_CONFIG_FILE": str(config)}
         with self.log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        deadline = time.monotonic() + 540  # imports alone take minutes on a busy machine
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(self.log.read_text()[-5000:])
-            try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.5)
-        raise AssertionError(f"not healthy: {self.log.read_text()[-5000:]}")
+        await_health(self.process, self.url, self.log, 540)  # imports alone take minutes on a busy machine
 
     def requests(self) -> list[dict[str, int]]:
         """The lines of prompts that got KV, in order."""
-        names = ("prompt", "prefix", "exact", "reused", "recomputed", "fresh")
-        found = LINE.findall(self.log.read_text())
-        return [dict(zip(names, map(int, numbers), strict=True)) for _, *numbers in found]
+        return logged_prompts(self.log)
 
     def flush(self) -> None:
         """Empty the engine's own prefix cache once it is idle."""

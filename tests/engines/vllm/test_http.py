@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,8 @@ from benches.vllm_baselines import command
 
 from blendstore.bench import models
 from blendstore.cli import main
+from tests.engines.serving import await_health, logged_prompts
 
-LINE = re.compile(
-    r"blendstore: request (\S+): prompt (\d+), device prefix (\d+), exact (\d+), reused (\d+), recomputed (\d+), "
-    r"fresh (\d+)"
-)
 SERVED = "smollm2"
 
 
@@ -51,23 +47,11 @@ class Http:
         }  # fmt: skip
         with self.log.open("w") as out:
             self.process = subprocess.Popen(started, stdout=out, stderr=subprocess.STDOUT, env=env)
-        end = time.monotonic() + 580
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise AssertionError(self.log.read_text()[-5000:])
-            try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.5)
-        raise AssertionError(f"not healthy: {self.log.read_text()[-5000:]}")
+        await_health(self.process, self.url, self.log, 580)
 
     def requests(self) -> list[dict[str, int]]:
         """The lines of all prompts, in order."""
-        names = ("prompt", "prefix", "exact", "reused", "recomputed", "fresh")
-        found = LINE.findall(self.log.read_text())
-        return [dict(zip(names, map(int, numbers), strict=True)) for _, *numbers in found]
+        return logged_prompts(self.log)
 
     def complete(self, ids: list[int], **body: Any) -> list[dict[str, int]]:
         """One completion; the log's new lines."""
