@@ -59,7 +59,8 @@ def test_options_reach_the_scheduler_from_both_apis(http: Http) -> None:
     before = len(http.requests())
     off = {"blendstore": {"reuse": False, "store": False}}
     http.post("/v1/completions", model=SERVED, prompt=asked, max_tokens=1, custom_params=off)
-    http.post("/v1/chat/completions", model=SERVED, messages=[{"role": "user", "content": "Hi"}], custom_params=off)
+    greeting = [{"role": "user", "content": "Hi"}]
+    http.post("/v1/chat/completions", model=SERVED, messages=greeting, max_tokens=1, custom_params=off)
     http.post("/generate", input_ids=asked, sampling_params={"max_new_tokens": 1, "custom_params": off})
     assert len(http.requests()) == before
     http.flush()
