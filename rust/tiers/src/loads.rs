@@ -372,18 +372,14 @@ impl Loads {
                 loads: self,
                 namespace,
                 keys: &missing,
+                above: &self.writes[..number],
                 admissions: missing.iter().map(|_| None).collect(),
                 done: vec![false; missing.len()],
-                arrived: Vec::new(),
                 full: false,
                 tier: level.tier.name(),
             };
             level.tier.get(&missing, &mut arrivals);
-            let Arrivals { done, arrived, .. } = arrivals;
-            for writes in &self.writes[..number] {
-                writes.push(&arrived);
-            }
-            let mut done = done.into_iter();
+            let mut done = arrivals.done.into_iter();
             missing.retain(|_| !done.next().unwrap_or(false));
         }
         for key in missing {
@@ -408,16 +404,23 @@ impl Loads {
         }
     }
 
-    /// Publishes a record that was proved, unless it was cleared meanwhile. Under the lock, so that `void` comes before or
-    /// after it.
-    fn publish(&self, key: &Key, admission: Admission, facts: &Facts<'_>) -> Option<Record> {
+    /// Takes a record that was proved and queues it for the tiers above the one it came from, unless it was cleared meanwhile.
+    /// Under the lock, so that `void` comes before or after both.
+    fn keep(
+        &self,
+        key: &Key,
+        above: &[Writes],
+        record: impl FnOnce() -> Option<Record>,
+    ) -> Option<Arc<Record>> {
         let traffic = self.traffic();
-        let wanted = traffic.flights.get(key).is_some_and(|flight| !flight.void);
-        if wanted {
-            admission.publish(facts)
-        } else {
-            None
+        if traffic.flights.get(key).is_none_or(|flight| flight.void) {
+            return None;
         }
+        let record = Arc::new(record()?);
+        for writes in above {
+            writes.push(std::slice::from_ref(&record));
+        }
+        Some(record)
     }
 
     /// Begins no more loads; what was not begun is missed.
@@ -457,9 +460,10 @@ struct Arrivals<'a> {
     loads: &'a Loads,
     namespace: &'a Namespace,
     keys: &'a [Key],
+    /// Queues of the tiers above this one.
+    above: &'a [Writes],
     admissions: Vec<Option<Admission>>,
     done: Vec<bool>,
-    arrived: Vec<Arc<Record>>,
     /// A record found no room: the next ones would only wait for it in vain, too.
     full: bool,
     tier: &'a str,
@@ -480,7 +484,7 @@ impl Arrivals<'_> {
         match admitted {
             Admitted::Room(admission) => Some(admission),
             Admitted::Resident(record) => {
-                self.arrive(index, Arc::new(record));
+                self.arrive(index, || Some(record));
                 None
             }
             Admitted::BeingWritten | Admitted::Full => {
@@ -493,10 +497,13 @@ impl Arrivals<'_> {
         }
     }
 
-    fn arrive(&mut self, index: usize, record: Arc<Record>) {
-        self.done[index] = true;
-        self.loads.land(&self.keys[index], Some(&record));
-        self.arrived.push(record);
+    /// Whoever waits for a record is told of it last, so that a `flush` after that covers its writes.
+    fn arrive(&mut self, index: usize, record: impl FnOnce() -> Option<Record>) {
+        let key = &self.keys[index];
+        if let Some(record) = self.loads.keep(key, self.above, record) {
+            self.done[index] = true;
+            self.loads.land(key, Some(&record));
+        }
     }
 
     /// Publishes what lies in the admission's room, if head and tokens prove that it belongs there.
@@ -515,9 +522,7 @@ impl Arrivals<'_> {
             provenance: header.provenance,
             rank: header.rank,
         };
-        if let Some(record) = self.loads.publish(&self.keys[index], admission, &facts) {
-            self.arrive(index, Arc::new(record));
-        }
+        self.arrive(index, || admission.publish(&facts));
     }
 
     fn refuse(&self, why: impl std::fmt::Display) -> bool {
