@@ -6,9 +6,13 @@ import atexit
 import logging
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ._core import Coder, Store, StoreError, Tier
 from .config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from .blend import Geometry
 
 __all__ = ["Payload", "coder_of", "open_store"]
 
@@ -24,6 +28,11 @@ class Payload:
     """``bfloat16``, ``float16`` or ``float32``; others are coded as bytes."""
     layers: int
 
+    @classmethod
+    def of(cls, geometry: Geometry) -> Payload:
+        """Records of an engine with this KV cache."""
+        return cls(geometry.element, geometry.layers)
+
 
 def coder_of(config: Config, key: str, payload: Payload | None) -> Coder | None:
     """The coder that the value of ``key`` (``local_serde`` or ``remote_serde``) asks for, or None for records as they
@@ -38,7 +47,7 @@ def coder_of(config: Config, key: str, payload: Payload | None) -> Coder | None:
             origin = config.origins["codec_tables"]
             raise ConfigError(f"codec_tables: {config.codec_tables} ({origin}) can't be used: {error}") from error
     if payload is None:
-        log.warning("%s: lossless is not for this engine, whose records are kept as they are", key)
+        log.warning("%s: what the records hold is not known, so they are kept as they are", key)
         return None
     return Coder.lossless(payload.element if payload.element in _ELEMENTS else None, 2 * payload.layers)
 

@@ -35,6 +35,11 @@ class Geometry:
         return cls(layers, kv_heads, kv_heads, head_dim, dtype, device, (None,) * layers, (None,) * layers)
 
     @property
+    def element(self) -> str:
+        """The dtype's name: ``bfloat16``, ``float16``, ``float32``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize

@@ -38,6 +38,7 @@ class Http:
             "--radix-cache-backend", "blendstore", "--port", str(self.port), "--host", "127.0.0.1", "--device", "cpu",
             "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none",
             "--max-total-tokens", "8192", "--disable-cuda-graph", "--enable-metrics", "--skip-server-warmup",
+            "--sleep-on-idle",
             *flags,
         ]  # fmt: skip
         env = {**os.environ, "BLENDSTORE_CONFIG_FILE": str(config)}

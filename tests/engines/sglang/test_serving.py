@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -195,6 +196,16 @@ def failing(context: Any) -> list[Any]:
     return out
 
 
+def restarted(context: Any, folder: str) -> dict[str, Any]:
+    """What a second server finds in the directory of one that has ended, whose records were coded on their way down."""
+    config = {"local_disk": folder, "max_local_disk_size": 0.1, "local_serde": "lossless"}
+    first = Bench(context, **config)
+    for document in (A, B):
+        first.keep(prompt(document))
+    first.serving.store.close()
+    return Bench(context, **config).blend(prompt(B, A), ratio=1.0)
+
+
 def budgeted(context: Any) -> dict[str, Any]:
     """A budget that holds for a part of the prompt, and one that holds for nothing."""
     bench = Bench(context, blend_budget_ms=1000)
@@ -315,6 +326,12 @@ def test_case_f01_a_failing_record_costs_speed_only() -> None:
     assert expired.startswith("LeaseExpired")
     assert pinned == 0
     assert errors == 1, "a store that can't store is counted, and serving goes on"
+
+
+def test_documents_outlive_the_server_on_a_disk(tmp_path: Path) -> None:
+    (row,) = in_scheduler(functools.partial(restarted, folder=str(tmp_path)), str(folder_of("llama")))
+    assert row["exact"] + row["recomputed"] == SYSTEM + len(A) + len(B)
+    assert row["largest"] <= 2e-4
 
 
 def test_a_lora_adapter_finds_its_own_kv_and_no_other() -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blendstore import Store
 from blendstore.config import Config
 from blendstore.options import RequestOptions
+from blendstore.tiers import Payload, open_store
 from blendstore_vllm.messages import Ask, Keep, Load
 from blendstore_vllm.scheduling import first_sight
 from blendstore_vllm.telemetry import Recorder
@@ -38,8 +38,9 @@ class Bench:
         self.runner = _runner_of(self.whole)
         wanted = {**{key.lower(): value for key, value in CONFIG.items()}, "enable_blending": True, **config}
         self.config = Config.load(env={}, overrides=wanted)
-        store = Store(capacity_bytes=1 << 26, chunk_size=self.config.chunk_size)
-        self.serving: Any = replace(self.connector._serving, config=self.config, store=store, metrics=Recorder())
+        serving = self.connector._serving
+        store = open_store(self.config, payload=Payload.of(serving.geometry))
+        self.serving: Any = replace(serving, config=self.config, store=store, metrics=Recorder())
         self.kv = self.serving.kv
         self.layers = range(self.serving.geometry.layers)
 
@@ -244,6 +245,18 @@ def failing() -> list[Any]:
     bench.keep(prompt(C))
     out.append(bench.serving.metrics.counts["store_error"])
     return out
+
+
+def restarted(folder: str) -> dict[str, Any]:
+    """What a second server finds in the directory of one that has ended, whose records were coded on their way down."""
+    config = {"local_disk": folder, "max_local_disk_size": 0.1, "local_serde": "lossless"}
+    first = Bench(**config)
+    for document in (A, B):
+        first.keep(prompt(document))
+    first.serving.store.close()
+    row = Bench(**config).blend(prompt(B, A), ratio=1.0)
+    del row["kv"]
+    return row
 
 
 def adapters() -> dict[str, int]:

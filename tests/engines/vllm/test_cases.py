@@ -87,6 +87,12 @@ def test_case_f01_a_failing_record_costs_speed_only(blending: Engine) -> None:
     assert errors == 1, "a store that can't store is counted, and serving goes on"
 
 
+def test_documents_outlive_the_server_on_a_disk(blending: Engine, tmp_path: Path) -> None:
+    row = blending.case("restarted", str(tmp_path))
+    assert row["exact"] + row["recomputed"] == len(SYSTEM) + len(A) + len(B)
+    assert row["largest"] <= 2e-4
+
+
 def test_case_s11_adapters_share_nothing(blending: Engine) -> None:
     """With each other, with the base, and nothing is blended for them."""
     found = blending.case("adapters")

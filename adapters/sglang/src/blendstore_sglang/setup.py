@@ -13,7 +13,7 @@ from blendstore.config import Config
 from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
 from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, prove_selector, separators
-from blendstore.tiers import open_store
+from blendstore.tiers import Payload, open_store
 
 from .cache import BlendingCache
 from .model import SGLangModel
@@ -52,13 +52,13 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
             head_dim=geometry.head_dim,
-            dtype=str(geometry.dtype).removeprefix("torch."),
+            dtype=geometry.element,
             rotary_digest=repr(runner.model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
             tp_rank=context.tp_rank,
             tp_size=context.tp_size,
         )
 
-    store = open_store(config, rank=context.tp_rank)
+    store = open_store(config, rank=context.tp_rank, payload=Payload.of(geometry))
     serving = Serving(
         config=config,
         geometry=geometry,

@@ -96,8 +96,7 @@ class Engine:
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._steady = steady_length(model)
-        element = str(self.geometry.dtype).removeprefix("torch.")
-        self.store = store or open_store(config, payload=Payload(element, self.geometry.layers))
+        self.store = store or open_store(config, payload=Payload.of(self.geometry))
         # Both do nothing on a CPU. The arena is page-locked for as long as this is held.
         self._pinned = pin(self.store, self.geometry.device)
         if self._engine is not None:

@@ -25,7 +25,7 @@ def identity(model: PreTrainedModel, geometry: Geometry) -> ModelIdentity:
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,
-        dtype=str(geometry.dtype).removeprefix("torch."),
+        dtype=geometry.element,
         rotary_digest=_rotary(model, geometry),
     )
 

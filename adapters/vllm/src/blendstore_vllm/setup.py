@@ -14,7 +14,7 @@ from blendstore.blend.selftest import GeometryError
 from blendstore.config import Config, ConfigError
 from blendstore.identity import ModelIdentity
 from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
-from blendstore.tiers import open_store
+from blendstore.tiers import Payload, open_store
 
 from .layout import PagedKV
 from .model import VLLMModel
@@ -73,7 +73,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
         else Geometry.plain(layers=len(caches), kv_heads=kv.heads, head_dim=kv.dim, dtype=kv.dtype, device=kv.device)
     )
     model_config = vllm_config.model_config
-    store = open_store(config)
+    store = open_store(config, payload=Payload.of(geometry))
     serving = Serving(
         config=config,
         geometry=geometry,
@@ -89,7 +89,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
             head_dim=geometry.head_dim,
-            dtype=str(geometry.dtype).removeprefix("torch."),
+            dtype=geometry.element,
             rotary_digest=repr(model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
         ),
         separators=separators(config, model_config.tokenizer, trust_remote_code=model_config.trust_remote_code)
