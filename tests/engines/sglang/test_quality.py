@@ -16,6 +16,8 @@ from tests.engines.sglang.http_server import CHUNK, SERVED, Http
 
 TOP = 50
 """Most likely tokens that are compared at each position."""
+TENANT = {"tenant_salt": "quality"}
+"""Of these prompts alone: other tests' prompts leave records of the same texts, captured behind other documents."""
 
 
 @pytest.fixture
@@ -26,10 +28,16 @@ def gemma(tmp_path: Path) -> Iterator[Http]:
     made.close()
 
 
+def sampling_of(**options: Any) -> dict[str, Any]:
+    """Parameters of a request for one token with blendstore's ``options``."""
+    custom = {"blendstore": {**TENANT, **options}}
+    return {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True, "custom_params": custom}
+
+
 def forced(server: Http, ids: list[int], answer: list[int], **options: Any) -> tuple[list[dict[int, float]], int]:
     """Log-probabilities of the `TOP` likeliest tokens at each position of ``answer`` behind the prompt ``ids``, whose
     KV the server has made before, and how many of the prompt's tokens it had."""
-    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True, "custom_params": {"blendstore": options}}
+    sampling = sampling_of(**options)
     server.flush()
     server.post("/generate", input_ids=ids, sampling_params=sampling)
     out = server.post(
@@ -66,7 +74,7 @@ def test_answers_at_the_default_ratio_are_distributed_as_in_process(
         prompt = prompts.build(tokenizer, kind, 0, documents=3)
         for document in prompt.documents:
             engine.prefill(joined(prompt, document))
-            server.post("/generate", input_ids=joined(prompt, document), sampling_params={"max_new_tokens": 1})
+            server.post("/generate", input_ids=joined(prompt, document), sampling_params=sampling_of())
         ids, answer, said = joined(prompt, *prompt.documents), prompt.answer[:24], []
         for options in ({"reuse": False, "store": False}, {"store": False}):
             found, cached = forced(server, ids, answer, **options)
