@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -55,9 +54,7 @@ class Server:
     """A server's processes, which are one session of the system's."""
 
     def __init__(self, args: argparse.Namespace, name: str, *, blending: bool) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = random.SystemRandom().randrange(20_000, 50_000)  # SGLang adds 10,000 for another one
         self.url = f"http://127.0.0.1:{port}"
         self.log = Path(args.logs) / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,9 @@
 """Real servers of an engine as both adapters' tests see them: when one is up, and what its log says of prompts."""
 
+import contextlib
+import random
 import re
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +15,15 @@ LINE = re.compile(
     r"fresh (\d+)"
 )
 COUNTS = ("prompt", "prefix", "exact", "reused", "recomputed", "fresh")
+
+
+def free_port() -> int:
+    """One that nobody listens at now, low enough for the further ports that SGLang counts up from it."""
+    for port in random.sample(range(20_000, 50_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port among a hundred")
 
 
 def await_health(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds: float) -> None:

@@ -1,7 +1,6 @@
 """The real HTTP server as a process, with a real small model."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 
 from blendstore.bench import models
-from tests.engines.serving import await_health, logged_prompts
+from tests.engines.serving import await_health, free_port, logged_prompts
 
 SERVED = "smollm2"
 CHUNK = 64
@@ -21,9 +20,7 @@ class Http:
     """A server process and its log."""
 
     def __init__(self, folder: Path, model: str = SERVED, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         config = folder / "blend.yaml"
         config.write_text(
             'enable_blending: True\nmax_local_cpu_size: 2\nblend_special_str: " # # "\n'

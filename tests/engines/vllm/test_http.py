@@ -3,7 +3,6 @@ processes of their own: the seeds' benchmarks against it, options in the OpenAI 
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from benches.vllm_baselines import command
 
 from blendstore.bench import models
 from blendstore.cli import main
-from tests.engines.serving import await_health, logged_prompts
+from tests.engines.serving import await_health, free_port, logged_prompts
 
 SERVED = "smollm2"
 
@@ -25,9 +24,7 @@ class Http:
     """A server process and its log."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         config = folder / "blend.yaml"
         config.write_text(
             'enable_blending: True\nmax_local_cpu_size: 2\nblend_special_str: " # # "\nchunk_size: 64\n'
