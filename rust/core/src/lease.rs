@@ -252,6 +252,14 @@ impl Hold {
         }
     }
 
+    /// Whether a key still leads to the chunk.
+    pub(crate) fn is_resident(&self) -> bool {
+        self.store
+            .chunks
+            .word(self.slot)
+            .is_resident(self.generation)
+    }
+
     /// What a published record says about itself.
     pub(crate) fn meta(&self) -> Meta {
         let (hot, cold) = (

@@ -36,6 +36,12 @@ impl Record {
         self.0.meta()
     }
 
+    /// Whether its key still leads to it: it was neither cleared nor replaced by a record of higher rank. Once false this
+    /// stays false, and eviction passes over what is kept.
+    pub fn is_resident(&self) -> bool {
+        self.0.is_resident()
+    }
+
     /// Its chain key.
     pub fn key(&self) -> Key {
         self.0.store().chunks.hot(self.0.slot).key()

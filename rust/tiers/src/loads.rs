@@ -199,7 +199,38 @@ struct Flight {
 struct Traffic {
     flights: HashMap<Key, Flight>,
     queue: VecDeque<Key>,
+    /// Namespaces (`None`: all) that are being cleared.
+    clearing: Vec<Option<Namespace>>,
     ended: bool,
+}
+
+impl Traffic {
+    fn clears(&self, namespace: &Namespace) -> bool {
+        self.clearing
+            .iter()
+            .any(|cleared| cleared.is_none_or(|cleared| cleared == *namespace))
+    }
+}
+
+/// While this lives nothing of a namespace (or nothing at all) is loaded: a tier that is still to be cleared would bring back
+/// what the clear has taken from those above it.
+#[derive(Debug)]
+pub(crate) struct Clearing<'a> {
+    loads: &'a Loads,
+    namespace: Option<Namespace>,
+}
+
+impl Drop for Clearing<'_> {
+    fn drop(&mut self) {
+        let mut traffic = self.loads.traffic();
+        let here = traffic
+            .clearing
+            .iter()
+            .position(|cleared| *cleared == self.namespace);
+        if let Some(here) = here {
+            traffic.clearing.swap_remove(here);
+        }
+    }
 }
 
 /// Loads of one store.
@@ -279,6 +310,7 @@ impl Loads {
                 flight.waiting.push(waiter);
                 self.counters.coalesced.fetch_add(1, Relaxed);
             } else if traffic.ended
+                || traffic.clears(namespace)
                 || traffic.queue.len() >= WAITING
                 || traffic.flights.contains_key(key)
             {
@@ -302,10 +334,16 @@ impl Loads {
         ticket
     }
 
-    /// What is on its way of a namespace (or at all) is not wanted any more.
-    pub(crate) fn void(&self, namespace: Option<&Namespace>) {
-        for flight in self.traffic().flights.values_mut() {
+    /// What is on its way of a namespace (or at all) is not wanted any more, and nothing is begun until the result is dropped.
+    pub(crate) fn void(&self, namespace: Option<&Namespace>) -> Clearing<'_> {
+        let mut traffic = self.traffic();
+        for flight in traffic.flights.values_mut() {
             flight.void |= namespace.is_none_or(|namespace| *namespace == flight.namespace);
+        }
+        traffic.clearing.push(namespace.copied());
+        Clearing {
+            loads: self,
+            namespace: namespace.copied(),
         }
     }
 

@@ -196,9 +196,10 @@ impl TieredStore {
         places
     }
 
-    /// Drops every chunk (of one namespace) in memory and in the tiers; returns how many there were in memory.
+    /// Drops every chunk (of one namespace) in memory and in the tiers; returns how many there were in memory. Nothing that was
+    /// committed before comes back, however far its writes and loads had come; loads asked for meanwhile are misses.
     pub fn clear(&self, namespace: Option<&Namespace>) -> usize {
-        self.tiers.loads.void(namespace);
+        let _clearing = self.tiers.loads.void(namespace);
         let cleared = self.memory.clear(namespace);
         for (writes, level) in self.tiers.writes.iter().zip(&self.tiers.levels) {
             writes.discard(namespace, || {

@@ -2,6 +2,9 @@
 //!
 //! When the queue is full a record is not queued but remembered by its key; once there is room, those that are still in
 //! memory are queued after all. So eviction never waits for a tier: what it takes is below already, or is lost and counted.
+//!
+//! What is no longer resident when its turn comes was cleared or replaced, and is not written: a clear empties memory before
+//! the tiers, so whenever a record is queued, nothing of what was cleared reaches a tier that is empty already.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -136,6 +139,7 @@ impl Writes {
         }
     }
 
+    /// The next batch. The caller is `writing`: a clear that this does not see yet waits for the batch, and takes it back.
     fn take(&self) -> Vec<Arc<Record>> {
         let mut queue = self.queue();
         let (mut batch, mut bytes) = (Vec::new(), 0);
@@ -143,10 +147,13 @@ impl Writes {
             && bytes < BATCH_BYTES
             && let Some(record) = queue.records.pop_front()
         {
-            bytes += record.payload().len() as u64;
-            batch.push(record);
+            let room = record.payload().len() as u64;
+            queue.bytes -= room;
+            if record.is_resident() {
+                bytes += room;
+                batch.push(record);
+            }
         }
-        queue.bytes -= bytes;
         queue.busy = batch.len();
         batch
     }

@@ -17,12 +17,15 @@ const CHUNK: usize = 8;
 
 type Damage = fn(&Key, &mut Vec<u8>);
 
-/// A tier in memory. `damage` is done to each frame on its way out; `gate` holds each `get` until it is opened.
+/// A tier in memory. `damage` is done to each frame on its way out; `gate` holds each `get` until it is opened, and
+/// `broom` each `clear`.
 #[derive(Debug, Default)]
 struct Shelf {
     frames: Mutex<HashMap<Key, Vec<u8>>>,
     damage: Mutex<Option<Damage>>,
     gate: Mutex<()>,
+    broom: Mutex<()>,
+    clears: AtomicU64,
     gets: AtomicU64,
     meter: Meter,
 }
@@ -70,6 +73,8 @@ impl Tier for Shelf {
     }
 
     fn clear(&self, namespace: Option<&Key>) {
+        self.clears.fetch_add(1, SeqCst);
+        let _broom = self.broom.lock();
         self.frames.lock().expect("no panic").retain(|_, frame| {
             let head = Frame::parse(frame).expect("ours").head;
             namespace.is_some_and(|namespace| *namespace != head.header.namespace)
@@ -401,6 +406,60 @@ fn a_clear_overtakes_loads_and_writes() {
     store.clear(None);
     flush(&store);
     assert_eq!(store.tier_of(&queued), [255; 2]);
+}
+
+/// A writer who was slow to tell the tiers of its commit does not bring back what was cleared since.
+#[test]
+fn what_is_queued_after_its_clear_reaches_no_tier() {
+    let shelf = Arc::new(Shelf::default());
+    let store = above(std::slice::from_ref(&shelf), 32);
+    let keys = put(&store, b"a", &document(1, 2));
+    flush(&store);
+    let late: Vec<_> = keys
+        .iter()
+        .map(|key| Arc::new(store.record(key).expect("resident")))
+        .collect();
+    store.clear(Some(&namespace(b"a")));
+    store.tiers.writes[0].push(&late);
+    flush(&store);
+    assert_eq!(store.tier_of(&keys), [255; 2]);
+    let again = put(&store, b"a", &document(1, 2));
+    store.tiers.writes[0].push(&late);
+    flush(&store);
+    assert_eq!(shelf.contains(&again), [1; 2], "what was stored since is");
+    let (_, stats) = &store.tier_stats()[0];
+    assert_eq!((stats.dropped, stats.queued, stats.queued_bytes), (0, 0, 0));
+}
+
+/// A load that is asked for while a clear is under way finds nothing in the tiers that are still to be cleared.
+#[test]
+fn a_load_during_a_clear_brings_nothing_back() {
+    let (near, far) = (Arc::new(Shelf::default()), Arc::new(Shelf::default()));
+    let store = above(&[near.clone(), far.clone()], 32);
+    let (mine, theirs) = (
+        put(&store, b"a", &document(1, 2)),
+        put(&store, b"b", &document(1, 2)),
+    );
+    flush(&store);
+    store.memory().clear(None);
+    let broom = near.broom.lock().expect("no panic");
+    std::thread::scope(|scope| {
+        let clearing = scope.spawn(|| store.clear(Some(&namespace(b"a"))));
+        while near.clears.load(SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(far.contains(&mine), [1; 2], "not cleared yet");
+        assert_eq!(load(&store, b"a", &mine), [Outcome::Missed; 2]);
+        assert_eq!(load(&store, b"b", &theirs), [Outcome::Loaded; 2]);
+        drop(broom);
+        clearing.join().expect("no panic");
+    });
+    flush(&store);
+    assert_eq!(store.tier_of(&mine), [255; 2]);
+    let again = put(&store, b"a", &document(1, 2));
+    flush(&store);
+    store.memory().clear(None);
+    assert_eq!(load(&store, b"a", &again), [Outcome::Loaded; 2]);
 }
 
 /// A record from a lower tier is written to those above it, too.
