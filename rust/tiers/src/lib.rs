@@ -9,6 +9,7 @@
 pub mod disk;
 pub mod loads;
 mod meter;
+mod process;
 pub mod remote;
 mod store;
 pub mod tier;

@@ -89,6 +89,37 @@ fn ring(state: &mut State) {
 }
 
 impl Ticket {
+    /// What is not in memory is pending, or missed if there is nothing `below`.
+    fn new(memory: &Store, keys: &[Key], below: bool) -> Self {
+        let outcomes: Vec<Outcome> = memory
+            .contains(keys)
+            .iter()
+            .map(|&found| match found {
+                0 if below => Outcome::Pending,
+                0 => Outcome::Missed,
+                _ => Outcome::Resident,
+            })
+            .collect();
+        let pending = outcomes
+            .iter()
+            .filter(|outcome| **outcome == Outcome::Pending)
+            .count();
+        Self(Arc::new(Awaited {
+            state: Mutex::new(State {
+                outcomes,
+                pending,
+                records: Vec::new(),
+                pipe: None,
+            }),
+            bell: Condvar::new(),
+        }))
+    }
+
+    /// Of a store without tiers.
+    pub(crate) fn of_memory(memory: &Store, keys: &[Key]) -> Self {
+        Self::new(memory, keys, false)
+    }
+
     /// Waits until nothing is pending, or for `at_most`; whether nothing is.
     pub fn wait(&self, at_most: Duration) -> bool {
         let state = self.0.state();
@@ -268,28 +299,12 @@ impl Loads {
     }
 
     pub(crate) fn request(&self, namespace: &Namespace, keys: &[Key]) -> Ticket {
-        let resident = self.memory.contains(keys);
-        let outcomes: Vec<Outcome> = resident
-            .iter()
-            .map(|&found| match found {
-                0 if self.levels.is_empty() => Outcome::Missed,
-                0 => Outcome::Pending,
-                _ => Outcome::Resident,
-            })
-            .collect();
+        let ticket = Ticket::new(&self.memory, keys, !self.levels.is_empty());
+        let outcomes = ticket.outcomes();
         let pending = outcomes
             .iter()
             .filter(|outcome| **outcome == Outcome::Pending)
             .count();
-        let ticket = Ticket(Arc::new(Awaited {
-            state: Mutex::new(State {
-                outcomes: outcomes.clone(),
-                pending,
-                records: Vec::new(),
-                pipe: None,
-            }),
-            bell: Condvar::new(),
-        }));
         if pending == 0 {
             return ticket;
         }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use blendstore_core::{Key, Namespace, Record, Store};
 
 use crate::loads::{LoadStats, Loads, Ticket};
 use crate::meter::TierStats;
+use crate::process::Owner;
 use crate::tier::Tier;
 use crate::writes::Writes;
 
@@ -62,7 +64,8 @@ impl Default for Options {
 pub(crate) type Coders = BTreeMap<Codec, Arc<dyn Coder>>;
 
 /// A chunk store in memory with tiers below it. Everything of the memory's own is reached through it by `Deref`; clones
-/// share it.
+/// share it. The tiers are those of the process that opened it: in a child that was forked since it has its copy of the memory
+/// and none below, and leaves its parent's files and connections alone.
 #[derive(Clone, Debug)]
 pub struct TieredStore {
     memory: Store,
@@ -77,6 +80,9 @@ struct TierSet {
     loads: Arc<Loads>,
     threads: Vec<JoinHandle<()>>,
     drain: Duration,
+    owner: Owner,
+    /// A child was told that it has no tiers.
+    told: AtomicBool,
 }
 
 impl TieredStore {
@@ -107,6 +113,7 @@ impl TieredStore {
             writes.clone(),
         ));
         let mut threads = Vec::new();
+        let owner = Owner::this();
         if !levels.is_empty() {
             for at in 0..writes.len() {
                 let (writes, memory) = (writes.clone(), memory.clone());
@@ -128,7 +135,7 @@ impl TieredStore {
             }
             let below: Weak<Vec<Writes>> = Arc::downgrade(&writes);
             memory.observe(move |records: Vec<Record>| {
-                let Some(below) = below.upgrade() else {
+                let Some(below) = below.upgrade().filter(|_| owner.is_this()) else {
                     return;
                 };
                 let records: Vec<Arc<Record>> = records.into_iter().map(Arc::new).collect();
@@ -143,6 +150,8 @@ impl TieredStore {
             loads,
             threads,
             drain: options.drain,
+            owner,
+            told: AtomicBool::new(false),
         };
         Ok(Self {
             memory,
@@ -172,18 +181,23 @@ impl TieredStore {
     /// Starts loading what is not in memory. Keys that are on their way already are waited for, not loaded again. What was
     /// loaded stays in memory for as long as the ticket lives.
     pub fn prefetch(&self, namespace: &Namespace, keys: &[Key]) -> Ticket {
-        self.tiers.loads.request(namespace, keys)
+        if self.tiers.are_here() {
+            self.tiers.loads.request(namespace, keys)
+        } else {
+            Ticket::of_memory(&self.memory, keys)
+        }
     }
 
     /// Number of the fastest place of each key: 0 memory, 1 the first tier, …; 255 nowhere that is known cheaply.
     pub fn tier_of(&self, keys: &[Key]) -> Vec<u8> {
         let mut places: Vec<u8> = vec![u8::MAX; keys.len()];
         let memory = std::iter::once(self.memory.contains(keys));
-        let below = self
-            .tiers
-            .levels
-            .iter()
-            .map(|level| level.tier.contains(keys));
+        let levels: &[Level] = if self.tiers.are_here() {
+            &self.tiers.levels
+        } else {
+            &[]
+        };
+        let below = levels.iter().map(|level| level.tier.contains(keys));
         for (number, found) in memory.chain(below).enumerate() {
             for (place, _) in places
                 .iter_mut()
@@ -199,6 +213,9 @@ impl TieredStore {
     /// Drops every chunk (of one namespace) in memory and in the tiers; returns how many there were in memory. Nothing that was
     /// committed before comes back, however far its writes and loads had come; loads asked for meanwhile are misses.
     pub fn clear(&self, namespace: Option<&Namespace>) -> usize {
+        if !self.tiers.are_here() {
+            return self.memory.clear(namespace);
+        }
         let _clearing = self.tiers.loads.void(namespace);
         let cleared = self.memory.clear(namespace);
         for (writes, level) in self.tiers.writes.iter().zip(&self.tiers.levels) {
@@ -211,7 +228,7 @@ impl TieredStore {
 
     /// Waits until everything queued is written, or for `at_most`; whether it is.
     pub fn flush(&self, at_most: Duration) -> bool {
-        self.tiers.flush(Instant::now() + at_most)
+        self.tiers.are_here() && self.tiers.flush(Instant::now() + at_most)
     }
 
     /// Counters of each tier, in order.
@@ -236,7 +253,9 @@ impl TieredStore {
 
     /// Writes what is queued, for a limited time, and closes tiers and memory: every later lookup misses.
     pub fn close(&self) {
-        self.tiers.end();
+        if self.tiers.are_here() {
+            self.tiers.end();
+        }
         self.memory.close();
     }
 }
@@ -250,6 +269,18 @@ impl Deref for TieredStore {
 }
 
 impl TierSet {
+    /// False in a forked child, where locks may be held by threads that aren't there: nothing below memory is touched.
+    fn are_here(&self) -> bool {
+        let here = self.levels.is_empty() || self.owner.is_this();
+        if !here && !self.told.swap(true, Relaxed) {
+            log::warn!(
+                "this process was forked from the one that opened the store, and has none of its tiers: open a store in \
+                 each process, after the fork"
+            );
+        }
+        here
+    }
+
     fn flush(&self, deadline: Instant) -> bool {
         self.writes.iter().all(|writes| writes.flush(deadline))
     }
@@ -266,6 +297,10 @@ impl TierSet {
 
 impl Drop for TierSet {
     fn drop(&mut self) {
+        if !self.are_here() {
+            std::mem::forget(std::mem::take(&mut self.threads));
+            return;
+        }
         self.end();
         for thread in self.threads.drain(..) {
             // A thread that panicked has said so already.

@@ -24,6 +24,7 @@ use self::io::{Blocks, Io, Op};
 use self::log::{Limits, Log, Place};
 use self::recovery::frame_of;
 use crate::meter::{Meter, TierStats};
+use crate::process::Owner;
 use crate::tier::{Sink, Tier};
 
 /// Records read together.
@@ -63,6 +64,7 @@ impl DiskOptions {
 pub struct Disk {
     logs: Vec<Log>,
     meter: Arc<Meter>,
+    owner: Owner,
 }
 
 impl Disk {
@@ -103,7 +105,11 @@ impl Disk {
                 )
             })
             .collect();
-        Ok(Self { logs: logs?, meter })
+        Ok(Self {
+            logs: logs?,
+            meter,
+            owner: Owner::this(),
+        })
     }
 
     /// How files are read and written, for logs: `io_uring, direct`.
@@ -325,8 +331,11 @@ impl Tier for Disk {
     }
 
     fn close(&self) {
-        for log in &self.logs {
-            log.close();
+        // A forked child has the parent's open segments, and must not seal them.
+        if self.owner.is_this() {
+            for log in &self.logs {
+                log.close();
+            }
         }
     }
 }
