@@ -28,6 +28,7 @@ __all__ = [
     "Tier",
     "Trace",
     "__version__",
+    "redacted_url",
     "remote_url_fault",
 ]
 
@@ -209,6 +210,9 @@ class Tier:
         for files that it names and that can't be used; secrets are left out."""
     @property
     def name(self) -> str: ...
+
+def redacted_url(url: str) -> str:
+    """A URL of a remote tier, or what was meant as one, without its secrets."""
 
 def remote_url_fault(url: str) -> str | None:
     """Why a text is no URL of a remote tier, without its secrets; ``None`` when it is one."""

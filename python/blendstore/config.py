@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import yaml
 
+from blendstore._core import redacted_url
 from blendstore.forms import (
     Form,
     Rejected,
@@ -60,8 +61,10 @@ class ConfigError(ValueError):
 
 
 def redact(value: str) -> str:
-    """``value`` with passwords and tokens within URLs replaced by ``***``."""
+    """``value`` with passwords and tokens within URLs replaced by ``***``. What stands alone before an ``@`` is taken for
+    a password: ``redis://secret@host`` is a common mistake."""
     value = re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", value)
+    value = re.sub(r"://[^:@/\s]+@", "://:***@", value)
     return re.sub(r"(?i)([?&](?:\w*password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)
 
 
@@ -102,7 +105,7 @@ class Config:
 
     # Tiers below memory
     local_disk: tuple[Path, ...] | None = _key(None, _DIRECTORIES, "directory of the disk tier, or several")
-    max_local_disk_size: float = _key(0.0, number(0), "disk for records, in GiB, all directories together")
+    max_local_disk_size: float = _key(0.0, number(0, 2**30), "disk for records, in GiB, all directories together")
     local_serde: str = _key(
         "naive",
         one_of({s: s for s in ("naive", "cachegen", "lossless")}),
@@ -117,7 +120,9 @@ class Config:
         "how records travel to the remote tier and lie there",
     )
     tier_wait_ms: float = _key(
-        200.0, number(0), "milliseconds that a prompt waits for its records from lower tiers; later ones find them"
+        200.0,
+        number(0, 3_600_000),
+        "milliseconds that a prompt waits for its records from lower tiers; later ones find them",
     )
 
     # Blending
@@ -377,7 +382,7 @@ def _read(name: str, raw: object, origin: str) -> object:
     names = {known for known, _ in _keys()}
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        hidden = "***" if near and _about(near[0])["secret"] else shown(_redacted(raw))
+        hidden = _shown(near[0], raw) if near else shown(_redacted(name, raw))
         hint = f"did you mean {near[0]}?" if near else "`blendstore config show` lists the keys"
         raise ConfigError(f"{redact(name)}: {hidden} ({origin}): no such key; {hint}")
     form: Form[object] = _about(name)["form"]
@@ -509,18 +514,22 @@ def _refuse_elsewhere(name: str, raw: object, origin: str) -> None:
     word = raw if isinstance(raw, str) else shown(raw)
     if raw != off and word.strip().lower() not in accepted:
         raise ConfigError(
-            f"{name}: {shown(_redacted(raw))} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
+            f"{name}: {shown(_redacted(name, raw))} ({origin}) is a key of LMCache whose feature is {_NOT_AVAILABLE}; "
             f"leave it out or give {'null' if off is None else str(off).lower()}"
         )
 
 
-def _redacted(value: object) -> object:
-    """``value`` with every string in it redacted."""
+def _redacted(name: str, value: object) -> object:
+    """``value`` with every string in it redacted; that of a key for a URL as one, however it is mistyped."""
     if isinstance(value, Mapping):
-        return {_redacted(key): _redacted(item) for key, item in value.items()}
+        return {_redacted(name, key): _redacted(name, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_redacted(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
+        return [_redacted(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if "url" not in name:
+        return redact(value)
+    return redacted_url(value.encode(errors="backslashreplace").decode())
 
 
 def _plain(name: str, value: object, hide: bool) -> object:
@@ -528,7 +537,7 @@ def _plain(name: str, value: object, hide: bool) -> object:
         return "***"
     if isinstance(value, tuple):
         value = [str(item) if isinstance(item, Path) else item for item in value]
-    return _redacted(value) if hide else value
+    return _redacted(name, value) if hide else value
 
 
 def _shown(name: str, value: object) -> str:

@@ -91,7 +91,7 @@ def whole(low: int, high: int | None = None) -> Form[int]:
     def read(raw: object) -> int:
         if isinstance(raw, bool) or not isinstance(raw, int | str):
             raise ValueError
-        return _within(int(raw), low, high)
+        return _within(int(_digits(raw)), low, high)
 
     return Form(f"a whole number {_range(low, high)}", read)
 
@@ -102,7 +102,7 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> For
     def read(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, int | float | str):
             raise ValueError
-        value = float(raw)
+        value = float(_digits(raw))
         if not math.isfinite(value) or (above and value <= low):
             raise ValueError
         return _within(value, low, high)
@@ -282,6 +282,13 @@ def _several(form: Form[T], accepted: str) -> Form[tuple[T, ...]]:
 
 
 N = TypeVar("N", int, float)
+
+
+def _digits(raw: N | str) -> N | str:
+    """``raw``, unless it is a text that Python reads and people don't: ``1_0``, digits of other scripts."""
+    if isinstance(raw, str) and ("_" in raw or not raw.isascii()):
+        raise ValueError
+    return raw
 
 
 def _within(value: N, low: float, high: float | None) -> N:

@@ -179,13 +179,33 @@ def test_case_o02_passwords_in_urls_are_redacted_in_every_error(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "mistyped",
+    [
+        "redis://SECRET@host",
+        "redis//:SECRET@host",
+        "redis:/u:SECRET@host",
+        "u:SECRET@host:6379",
+        "redis://u:SEC RET@host",
+        "redis://host?pasword=SECRET",
+        "redis://u:SECRET?x@host",
+    ],
+)
+def test_case_o02_a_mistyped_url_shows_no_secret(mistyped: str) -> None:
+    for key in ("remote_url", "remote_ur", "lookup_url", "audit_actual_remote_url"):
+        with pytest.raises(ConfigError) as caught:
+            Config.load(env={}, overrides={key: mistyped})
+        assert "SEC" not in str(caught.value)
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         (SECRET_URL, "rediss://user:***@host:6380/0"),
         ("redis://:pass@host:1", "redis://:***@host:1"),
         ("redis://u:p@ss/w@host", "redis://u:***@host"),
         ("redis://host:6379", "redis://host:6379"),
-        ("redis://user@host", "redis://user@host"),
+        ("redis://secret@host", "redis://:***@host"),
         ("s3://b/k?token=abc&x=1", "s3://b/k?token=***&x=1"),
         ("http://h/?API_KEY=abc", "http://h/?API_KEY=***"),
         ("plain text", "plain text"),

@@ -376,6 +376,11 @@ def test_hostile_values_are_refused_by_name_in_few_words(name: str, value: objec
         {"blend_check_layers": 10**30},
         {"system_segments": 10**5000},
         {"blend_selector_options": "power=nan"},
+        {"max_local_disk_size": 1e300, "local_disk": "/x"},
+        {"tier_wait_ms": 1e308},
+        {"chunk_size": "2_56"},
+        {"chunk_size": "\u0663"},
+        {"blend_recompute_ratios": "0.1_5"},
     ],
     ids=shown,
 )

@@ -40,6 +40,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<coder::Coder>()?;
     module.add_class::<tier::Tier>()?;
     module.add_function(wrap_pyfunction!(tier::remote_url_fault, module)?)?;
+    module.add_function(wrap_pyfunction!(tier::redacted_url, module)?)?;
     module.add_class::<ticket::Ticket>()?;
     logging::install();
     module.add_class::<store::Store>()?;

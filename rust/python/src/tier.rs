@@ -90,3 +90,9 @@ impl Tier {
 pub(crate) fn remote_url_fault(url: &str) -> Option<String> {
     remote::RemoteUrl::parse(url).err().map(|error| error.0)
 }
+
+/// A `remote_url`, or what was meant as one, without its secrets.
+#[pyfunction]
+pub(crate) fn redacted_url(url: &str) -> String {
+    remote::redacted(url)
+}
