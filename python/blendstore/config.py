@@ -61,8 +61,9 @@ class ConfigError(ValueError):
 
 
 def redact(value: str) -> str:
-    """``value`` with passwords and tokens within URLs replaced by ``***``. What stands alone before an ``@`` is taken for
-    a password: ``redis://secret@host`` is a common mistake."""
+    """``value`` with passwords and tokens within URLs replaced by ``***``.
+
+    What stands alone before an ``@`` is taken for a password: ``redis://secret@host`` is a common mistake."""
     value = re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", value)
     value = re.sub(r"://[^:@/\s]+@", "://:***@", value)
     return re.sub(r"(?i)([?&](?:\w*password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         levels = [int(level) for level in args.levels.split(",") if level]
         for name in names:
             models.check(name)
-        for path in (args.json, args.plot):
-            report.check_target(path)
+        report.check_target(args.json)
+        report.check_target(args.plot, plot=True)
     except (LookupError, OSError, ValueError) as error:
         print(f"blendstore bench codec: {report.one_line(error)}", file=sys.stderr)
         return 2

@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status: 0, 2 on wrong use, 130 when it was interrupted."""
     try:
         models.check(args.model)
-        for path in (args.json, args.plot):
-            report.check_target(path)
+        report.check_target(args.json)
+        report.check_target(args.plot, plot=True)
         from blendstore.bench.inprocess import open_answering
 
         print(f"Loading {args.model} …", file=sys.stderr, flush=True)

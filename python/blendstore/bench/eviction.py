@@ -8,6 +8,7 @@ time weighs a chunk of L tokens at position p with L · (1 + (p + L/2) / p0): at
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from blendstore import _core
 from blendstore.bench import report, workloads
 from blendstore.bench.progress import Progress
+from blendstore.flags import positive
 
 POLICIES = ("adaptive", "lru", "lfu", "fifo", "s3-fifo", "sieve")
 OPTIMAL = "optimal"
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trace", type=Path, action="append", default=[], metavar="FILE", help="Mooncake's JSON lines; may be repeated"
     )
-    add("--block-tokens", type=int, default=512, help="tokens of a block in --trace files (default: 512)")
+    add("--block-tokens", type=positive, default=512, help="tokens of a block in --trace files (default: 512)")
     add("--mix", action="store_true", help="also every two traces at the same time, RAG against chats")
     add("--capacities", default="1,5,10,20,40", help="percent of the distinct tokens (default: 1,5,10,20,40)")
     add("--policies", default=",".join(POLICIES), help=f"of {','.join(POLICIES)} (default: all)")
@@ -62,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, print, write; returns the exit status: 0, or 2 on wrong use."""
     try:
         report.check_target(args.json)
-        report.check_target(args.plot)
+        report.check_target(args.plot, plot=True)
         capacities, policies = _numbers(args.capacities), _policies(args.policies)
         if not args.p0 > 0:
             raise ValueError(f"--p0 {args.p0}: give a position above 0")
+        if args.seed < 0:
+            raise ValueError(f"--seed {args.seed}: give a number of at least 0")
         traces = _traces(args)
         with Progress() as progress:
             progress.start("simulations", len(traces) * len(capacities) * (len(policies) + 1))
@@ -207,9 +211,12 @@ def _traces(args: argparse.Namespace) -> list[workloads.Trace]:
 def _setting(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        return name.strip(), float(value)
+        number = float(value)
     except ValueError:
-        raise ValueError(f"--set {text}: give NAME=NUMBER, as exponent=1.1") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"--set {text}: give NAME=NUMBER, as exponent=1.1")
+    return name.strip(), number
 
 
 def _plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:

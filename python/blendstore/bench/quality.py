@@ -143,8 +143,9 @@ def _checked(args: argparse.Namespace) -> tuple[list[Method], dict[str, Any]]:
         _share(ratio, "--baseline", args.baseline)
     if args.corpus == "news":
         corpus.documents(args.corpus)
-    for path in (args.json, args.plot, args.resume):
+    for path in (args.json, args.resume):
         report.check_target(path)
+    report.check_target(args.plot, plot=True)
     settings = {
         "model": args.model,
         "dtype": args.dtype,

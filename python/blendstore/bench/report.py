@@ -18,6 +18,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 _LONGEST = 500
+_IMAGES = (".png", ".pdf", ".svg", ".jpg")
 
 _PACKAGES = ("blendstore", "blendstore-transformers", "torch", "transformers", "tokenizers", "numpy", "httpx")
 
@@ -43,23 +44,38 @@ def versions(**extra: str | int) -> dict[str, str | int]:
 
 
 def write_json(path: Path, rows: Sequence[Row], **facts: str | int) -> None:
-    """``{command, versions, rows}`` as strict JSON; the file is replaced whole."""
+    """``{command, versions, rows}`` as strict JSON. A file is replaced whole; a pipe or a device is written to."""
     content = {"command": command_line(), "versions": versions(**facts), "rows": [_finite(dict(row)) for row in rows]}
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    temporary.write_text(text)
     temporary.replace(path)
 
 
-def check_target(path: Path | None) -> None:
-    """Raises ``OSError`` where a file could not be written at the end of a long run; makes its folder."""
+def check_target(path: Path | None, *, plot: bool = False) -> None:
+    """Makes the folder of a file that is written at the end of a long run. Raises ``OSError`` where it can't be, and
+    ``ValueError`` for a ``plot`` that is no image file."""
     if path is None:
         return
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: give the name of a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"{path} can't be written: give a file in a folder of yours")
+    if plot and path.suffix.lower() not in _IMAGES:
+        raise ValueError(f"--plot {path}: give a file that ends with one of {', '.join(_IMAGES)}")
+    there = path.exists()
+    if there and not path.is_file():
+        return  # to open a pipe waits for its reader
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # permissions do not say it all: not for root, nor on a file system that is read only
+    except OSError as error:
+        raise OSError(f"{path} can't be written ({error.strerror}): give a file in a folder of yours") from None
+    if not there:
+        path.unlink()
 
 
 def one_line(error: BaseException) -> str:

@@ -40,14 +40,19 @@ class Results:
                     raise ValueError(f"{path} is not a results file: its first line is not JSON") from None
                 continue
             if number == 0:
-                if content != {"settings": self._settings}:
+                if not isinstance(content, dict) or "settings" not in content:
+                    raise ValueError(f"{path} is not a results file: it begins with no settings; give another file")
+                if content["settings"] != self._settings:
                     raise ValueError(
-                        f"{path} belongs to another run: it has {content.get('settings')}, this run {self._settings}; "
+                        f"{path} belongs to another run: it has {content['settings']}, this run {self._settings}; "
                         "give another file or the same settings"
                     )
                 continue
-            selector, ratio, provenance = content["method"]
-            self._found[content["kind"], content["seed"], (selector, ratio, provenance)] = content["result"]
+            try:
+                selector, ratio, provenance = content["method"]
+                self._found[content["kind"], content["seed"], (selector, ratio, provenance)] = content["result"]
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"{path}, line {number + 1}, is no result of this bench: give another file") from None
 
     def __enter__(self) -> Results:
         if self._path is not None:
