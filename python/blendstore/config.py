@@ -106,7 +106,7 @@ class Config:
 
     # Tiers below memory
     local_disk: tuple[Path, ...] | None = _key(None, _DIRECTORIES, "directory of the disk tier, or several")
-    max_local_disk_size: float = _key(0.0, number(0, 2**30), "disk for records, in GiB, all directories together")
+    max_local_disk_size: float = _key(0.0, number(0, 1_000_000), "disk for records, in GiB, all directories together")
     local_serde: str = _key(
         "naive",
         one_of({s: s for s in ("naive", "cachegen", "lossless")}),
