@@ -8,6 +8,8 @@ documents' tokens an evenly spaced sample stands for all of them, so that the co
 ``prior`` tokens of cosine 0.5 that did not move join the average, and the result is scaled by ``strength``. With an
 infinite temperature and ``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It
 helps on top of recomputing only; docs/quality.md has what it gives.
+
+`DriftCorrection._plain` is the reference. A GPU has kernels for it, and a CPU in float32 `blendstore._core.Drift`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core import Drift
 from ..plan import Span
 from .copies import sent
-from .fused import attempt
+from .fused import attempt, tried, usable
 from .rotary import RotaryTable
 
 if TYPE_CHECKING:
@@ -41,6 +45,11 @@ class DriftSettings:
     elsewhere: float = 0.3
     sample: int = 64
     prior: float = 1.0
+
+    @property
+    def still(self) -> float:
+        """The weight of the tokens that did not move."""
+        return self.prior * math.exp(-0.5 / self.temperature)
 
     def sampled(self, n: int) -> range:
         """Which of ``n`` recomputed tokens stand for all of them in other documents."""
@@ -61,6 +70,7 @@ class DriftCorrection:
     numbers: dict[int, int]
     documents: Tensor | None = None
     _recomputed: Recomputed | None = field(init=False, default=None)
+    _carrying: Drift | None = field(init=False, default=None)
     _columns: tuple[Tensor, Tensor, list[int]] | None = field(init=False, default=None)
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
@@ -69,12 +79,12 @@ class DriftCorrection:
         ``fresh_k``, ``fresh_v`` [n, kv_heads, dim] belong to ``selected``."""
         if not self.selected.shape[0]:
             return
-        attempt(
-            "drift correction",
-            k.device,
-            lambda: self._fused(table, k, v, fresh_k, fresh_v),
-            lambda: self._plain(table, k, v, fresh_k, fresh_v),
-        )
+        layer = (table, k, v, fresh_k, fresh_v)
+        plain = partial(self._plain, *layer)
+        if not usable(k.device) and all(_readable(t) for t in layer[1:]):
+            tried("drift correction in Rust", k.device, partial(self._native, *layer), plain)
+        else:
+            attempt("drift correction", k.device, partial(self._fused, *layer), plain)
 
     def _fused(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         from .triton_drift import Recomputed, carry
@@ -86,6 +96,21 @@ class DriftCorrection:
                 self.settings, self.selected, self.groups, len(self.numbers), self.documents
             )
         carry(self.settings, table, self._recomputed, k, v, fresh_k, fresh_v)
+
+    def _native(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
+        if self._carrying is None:
+            columns, bias, bounds = self._columns or self._averaged()
+            spans = [(span.start, span.stop, self.numbers[span.group]) for span in self.spans]
+            self._carrying = Drift(
+                self.selected.numpy(), columns.numpy(), bias.numpy(), np.array(bounds, dtype=np.int64),
+                np.array(spans, dtype=np.int64), strength=self.settings.strength, temperature=self.settings.temperature,
+                still=self.settings.still,
+            )  # fmt: skip
+        kept = () if table is None else table.kept(k.shape[0], k.device)
+        self._carrying.carry(
+            *(t.numpy() for t in (k, v, fresh_k, fresh_v, *kept)),
+            interleaved=table is not None and table.pairing == "interleaved", threads=torch.get_num_threads(),
+        )  # fmt: skip
 
     def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         columns, bias, bounds = self._columns or self._averaged()
@@ -99,7 +124,7 @@ class DriftCorrection:
         alike, moved_k, moved_v = (
             x.index_select(0, columns).transpose(0, 1).contiguous() for x in (alike, moved_k, moved_v)
         )
-        still = self.settings.prior * math.exp(-0.5 / self.settings.temperature)
+        still = self.settings.still
         for span in self.spans:
             number = self.numbers[span.group]
             among = slice(bounds[number], bounds[number + 1])
@@ -143,6 +168,11 @@ class DriftCorrection:
         spots = torch.tensor(columns, dtype=torch.int64, device=device)
         self._columns = spots, torch.tensor(bias, device=device) - 1.0 / settings.temperature, bounds
         return self._columns
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether Rust can work on it in place."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad
 
 
 def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:

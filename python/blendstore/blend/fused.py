@@ -1,7 +1,8 @@
 """Where the fused kernels run, and what happens where they can't: plain torch, one warning, a count.
 
-Everything that the kernels do has a reference in plain torch, which is what a CPU uses. The kernels (``triton_*.py``)
-are imported only where they run, so neither Triton nor a GPU is needed to import the blend core.
+Everything that the kernels do has a reference in plain torch, which is what a CPU uses, but for what Rust does there
+(`tried`). The kernels (``triton_*.py``) are imported only where they run, so neither Triton nor a GPU is needed to
+import the blend core.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def _installed() -> bool:
 
 
 def attempt(what: str, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
-    """``kernel()`` where kernels are usable, otherwise ``plain()``.
+    """``kernel()`` where kernels are usable, otherwise ``plain()``; as `tried`."""
+    return tried(what, device, kernel, plain) if usable(device) else plain()
+
+
+def tried(what: str, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
+    """``kernel()``, or ``plain()`` once it has failed.
 
     A kernel that can't be compiled or launched is not tried again in this process: one warning, and a count in
     `fallbacks` for every call since. It must not have changed anything before it fails."""
-    if not usable(device):
-        return plain()
     if what not in _broken:
         try:
             return kernel()

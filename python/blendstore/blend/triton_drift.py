@@ -228,7 +228,7 @@ def carry(
     sharpness = _LOG2_E / settings.temperature
     # Half precision has no room for small weights: they are scaled so that the largest just fits.
     unit = 15.0 - math.ceil(math.log2(recomputed.most)) if v.dtype == torch.float16 else 0.0
-    prior = settings.prior * math.exp(-0.5 / settings.temperature) * 2.0**unit
+    prior = settings.still * 2.0**unit
     _gather[(room // _ROWS, kv_heads)](
         k, v, fresh_k, fresh_v, recomputed.positions, recomputed.order, cos, sin, gathered, inverse, room, sharpness,
         k.stride(0), k.stride(1), fresh_k.stride(0), fresh_k.stride(1), fresh_v.stride(0), fresh_v.stride(1),

@@ -1,6 +1,7 @@
 //! Arguments on their way in: buffers without a copy, numbers with their ranges, packed keys.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use blendstore_core::Key;
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
@@ -76,6 +77,45 @@ impl<T: Item> Input<T> {
         // SAFETY: C-contiguous, aligned, of that item type (checked in `new`), and exported for as long as `self` lives.
         // That nobody writes meanwhile is the documented duty of the caller; every bit pattern is a valid item.
         unsafe { std::slice::from_raw_parts(self.buffer.buf_ptr().cast(), len) }
+    }
+}
+
+impl<T> Input<T> {
+    /// Its shape.
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.buffer.shape()
+    }
+
+    /// Its addresses.
+    pub(crate) fn addresses(&self) -> Range<usize> {
+        let start = self.buffer.buf_ptr() as usize;
+        start..start + self.buffer.len_bytes()
+    }
+}
+
+/// A writable Python buffer that is changed in place. Nobody else may use it while the call that it was given to runs.
+pub(crate) struct InPlace<T>(pub(crate) Input<T>);
+
+impl<T: Item> InPlace<T> {
+    /// Borrows `object`, which is the argument `name`.
+    pub(crate) fn new(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let input = Input::<T>::new(name, object)?;
+        if input.buffer.readonly() {
+            let accepted = format!("{} that can be written to", T::ACCEPTED);
+            return Err(refuse(name, "a read-only buffer", accepted));
+        }
+        Ok(Self(input))
+    }
+
+    /// Its items.
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [T] {
+        let len = self.0.buffer.item_count();
+        if len == 0 {
+            return &mut [];
+        }
+        // SAFETY: as in `Input::as_slice`, and writable (checked in `new`). That no other buffer of the call overlaps with it
+        // is checked by the call, that nobody else uses it meanwhile is the documented duty of the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.0.buffer.buf_ptr().cast(), len) }
     }
 }
 

@@ -5,6 +5,7 @@
 mod chunk_meta;
 mod coder;
 mod dlpack;
+mod drift;
 mod error;
 mod event;
 mod input;
@@ -38,6 +39,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<matches::Match>()?;
     module.add_class::<event::Event>()?;
     module.add_class::<coder::Coder>()?;
+    module.add_class::<drift::Drift>()?;
     module.add_class::<tier::Tier>()?;
     module.add_function(wrap_pyfunction!(tier::remote_url_fault, module)?)?;
     module.add_function(wrap_pyfunction!(tier::redacted_url, module)?)?;
