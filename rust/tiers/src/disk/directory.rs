@@ -27,10 +27,7 @@ impl Directory {
     /// Makes it if need be. With `direct` the page cache is bypassed where the file system lets us.
     pub(crate) fn open(parent: &Path, direct: bool) -> io::Result<Self> {
         let path = parent.join(NAME);
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&path)?;
+        make(&path)?;
         // What is in it will be read, believed as far as its checksums go, and swept: it must not be somebody else's, and no
         // link that leads to other things of ours.
         let about = fs::symlink_metadata(&path)?;
@@ -48,6 +45,19 @@ impl Directory {
         };
         directory.direct = direct && directory.takes_direct();
         Ok(directory)
+    }
+
+    /// Makes it again, and locks it, after somebody removed it while it was in use.
+    pub(crate) fn restore(&self) -> io::Result<()> {
+        make(&self.path)?;
+        let lock = lock(&self.path)?;
+        *self.lock.lock().unwrap_or_else(PoisonError::into_inner) = Some(lock);
+        Ok(())
+    }
+
+    /// Has the device know which files there are.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
     }
 
     /// Lets other processes have it.
@@ -135,6 +145,10 @@ impl Directory {
         let _ = fs::remove_file(&path);
         taken
     }
+}
+
+fn make(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
 fn direct_flag() -> i32 {

@@ -255,23 +255,30 @@ impl Log {
         }
     }
 
-    /// Drops every record (of the namespace with that name), also for later starts.
+    /// Drops every record (of the namespace with that name), also for later starts, and after the power has failed.
     pub(crate) fn clear(&self, namespace: Option<&Key>) {
         let mut writer = self.writer();
-        let Some(name) = namespace else {
-            writer.open = None;
-            self.measure(|index| while self.drop_oldest(index, 0).is_some() {});
+        // Records that are forgotten because they could not be read are in their segments, and a start may find them.
+        if self.index().segments.is_empty() {
             return;
+        }
+        let synced = match namespace {
+            None => {
+                writer.open = None;
+                self.measure(|index| while self.drop_oldest(index, 0).is_some() {});
+                self.directory.sync()
+            }
+            Some(name) => {
+                self.bury(&mut writer, Kind::Cleared, name, |known| {
+                    known.entry.namespace == *name
+                });
+                let open = writer.open.as_ref();
+                open.map_or(Ok(()), |open| open.file.sync_data())
+                    .and_then(|()| self.directory.sync())
+            }
         };
-        if self
-            .index()
-            .records
-            .values()
-            .any(|known| known.entry.namespace == *name)
-        {
-            self.bury(&mut writer, Kind::Cleared, name, |known| {
-                known.entry.namespace == *name
-            });
+        if let Err(error) = synced {
+            self.failed(&mut writer, "sync", &error);
         }
     }
 
@@ -392,21 +399,25 @@ impl Log {
         }
         let again = self.make_room(size, (size - needed) / 2);
         let number = writer.next_number;
-        let opened = self.directory.open_segment(number, true).and_then(|file| {
-            let salt = RandomState::new().build_hasher().finish();
-            allocate(&file, size)?;
-            write_blocks(
-                &self.io,
-                &file,
-                0,
-                &mut Blocks::of(&segment_header(number, salt)),
-            )?;
-            Ok((Arc::new(file), salt))
-        });
+        let mut opened = self.open_new(number, size);
+        if let Err(error) = &opened
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            // Somebody has removed the directory, to have its space: the open files go too.
+            self.failed(writer, "removed", error);
+            self.measure(|index| *index = Index::default());
+            opened = self
+                .directory
+                .restore()
+                .and_then(|()| self.open_new(number, size));
+        }
         let (file, salt) = match opened {
             Ok(opened) => opened,
             Err(error) => {
-                self.directory.remove_segment(number);
+                if error.kind() == io::ErrorKind::AlreadyExists {
+                    // Not ours, whoever put it there.
+                    writer.next_number += 1;
+                }
                 self.failed(writer, "open", &error);
                 return false;
             }
@@ -441,6 +452,19 @@ impl Log {
         }
         self.write(writer, batch);
         true
+    }
+
+    /// A new segment's file, with its header. What can't be finished is removed again.
+    fn open_new(&self, number: u64, size: u64) -> io::Result<(Arc<File>, u64)> {
+        let file = self.directory.open_segment(number, true)?;
+        let salt = RandomState::new().build_hasher().finish();
+        let header = segment_header(number, salt);
+        let begun = allocate(&file, size)
+            .and_then(|()| write_blocks(&self.io, &file, 0, &mut Blocks::of(&header)));
+        if begun.is_err() {
+            self.directory.remove_segment(number);
+        }
+        begun.map(|()| (Arc::new(file), salt))
     }
 
     /// Ends the open segment with its footer.

@@ -482,6 +482,70 @@ fn case_f05_files_changed_under_a_running_store() {
     }
 }
 
+/// Case f05: a directory that somebody removes under a running store, to have its space, is made again and used on.
+#[test]
+fn case_f05_a_removed_directory_is_made_again() {
+    let scratch = Scratch::new();
+    let disk = open(&scratch);
+    let records = documents(60);
+    let all: Vec<&Made> = records.iter().collect();
+    put(&disk, &all);
+    fs::remove_dir_all(&scratch.0).expect("ours");
+    for _ in 0..3 {
+        put(&disk, &documents(120).iter().skip(60).collect::<Vec<_>>());
+    }
+    assert_eq!(
+        disk.stats().bytes_used,
+        scratch.bytes(),
+        "what is gone is not counted"
+    );
+    let error = Disk::open(&options(&scratch)).expect_err("in use");
+    assert_eq!(error.kind(), ErrorKind::AddrInUse, "{error}");
+    assert!(put(&disk, &all) > 0);
+    let known = disk.stats().records;
+    drop(disk);
+    assert_eq!(open(&scratch).stats().records, known);
+}
+
+/// A file that another put in the place of the next segment is left alone.
+#[test]
+fn a_foreign_segment_is_not_removed() {
+    let scratch = Scratch::new();
+    let disk = open(&scratch);
+    let foreign = scratch
+        .0
+        .join("blendstore-v1")
+        .join(format!("{:016x}.seg", 1));
+    fs::write(&foreign, b"not ours").expect("writable");
+    let records = documents(1);
+    assert_eq!(put(&disk, &[&records[0]]), 0);
+    assert_eq!(put(&disk, &[&records[0]]), 1, "with the next number");
+    assert_eq!(fs::read(&foreign).expect("still there"), b"not ours");
+    check_equal(&disk, &records);
+}
+
+/// Records that could not be read for a while, when their namespace was cleared, do not come back by a restart.
+#[test]
+fn what_could_not_be_read_is_cleared_too() {
+    let scratch = Scratch::new();
+    let disk = open(&scratch);
+    let records = documents(3);
+    put(&disk, &records.iter().collect::<Vec<_>>());
+    let file = scratch.files().pop().expect("open");
+    let whole = fs::read(&file).expect("readable");
+    let write = |bytes: &[u8]| {
+        let handle = OpenOptions::new().write(true).open(&file).expect("there");
+        handle.write_all_at(bytes, 4096).expect("writable");
+    };
+    write(&vec![0; whole.len() - 4096]);
+    let keys: Vec<Key> = records.iter().map(|made| made.key).collect();
+    assert!(get(&disk, &keys).iter().all(Option::is_none));
+    write(&whole[4096..]);
+    disk.clear(Some(&namespace(0).name()));
+    crash(disk);
+    assert!(get(&open(&scratch), &keys).iter().all(Option::is_none));
+}
+
 /// Case f05: segment files that change their names while the store is away hold nothing.
 #[test]
 fn case_f05_exchanged_files_are_not_believed() {
