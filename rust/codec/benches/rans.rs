@@ -1,7 +1,8 @@
 //! Speed of the entropy coder on one core, and how near its size comes to the entropy, by the width of the symbols.
 
+mod timing;
+
 use std::hint::black_box;
-use std::time::Instant;
 
 use blendstore_codec::rans::{self, Table};
 
@@ -22,12 +23,12 @@ fn main() {
         let table = Table::of_counts(&counts);
         for vectors in [true, false] {
             let mut bytes = vec![];
-            let encode = timed(|| {
+            let encode = timing::timed(ROUNDS, || {
                 bytes.clear();
                 rans::encode_with(&[(&table, black_box(&run))], &mut bytes, vectors);
             });
             let mut into = vec![0; run.len()];
-            let decode = timed(|| {
+            let decode = timing::timed(ROUNDS, || {
                 rans::decode_with(&mut [(&table, &mut into)], black_box(&bytes), vectors)
                     .expect("what was encoded decodes");
             });
@@ -37,8 +38,8 @@ fn main() {
                 entropy / SYMBOLS as f64,
                 bytes.len() as f64 * 8.0 / entropy,
                 if vectors { "vectors" } else { "scalar" },
-                speed(encode),
-                speed(decode)
+                timing::speed(SYMBOLS, encode),
+                timing::speed(SYMBOLS, decode)
             );
         }
     }
@@ -55,26 +56,4 @@ fn laplacian(spread: f64) -> Vec<u8> {
     (0..SYMBOLS)
         .map(|_| (128.0 + spread * ((1.0 - uniform()).ln() - (1.0 - uniform()).ln())).round() as u8)
         .collect()
-}
-
-/// Median and best seconds of some rounds.
-fn timed(mut work: impl FnMut()) -> (f64, f64) {
-    let mut times: Vec<f64> = (0..ROUNDS)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    (times[ROUNDS / 2], times[0])
-}
-
-fn speed((median, best): (f64, f64)) -> String {
-    let gigabytes = SYMBOLS as f64 / 1e9;
-    format!(
-        "{:.2} GB/s (best {:.2})",
-        gigabytes / median,
-        gigabytes / best
-    )
 }

@@ -124,16 +124,24 @@ impl Coder for Lossless {
             .collect::<Result<Vec<_>, _>>()?;
         let count = payload.len() / size;
         let (others, mut streams) = rest.split_at_checked(count * (size - 1)).ok_or_else(end)?;
-        let mut symbols = vec![0; count];
-        let plane = count / planes;
-        for ((tables, symbols), len) in tables
+        // A stream's symbols stay in a near cache until they have joined the rest of their elements.
+        let together = TOGETHER * (count / planes);
+        let mut symbols = vec![0; together.min(count)];
+        for (index, ((tables, len), payload)) in tables
             .chunks(TOGETHER)
-            .zip(symbols.chunks_mut(TOGETHER * plane))
             .zip(lengths)
+            .zip(payload.chunks_mut(together * size))
+            .enumerate()
         {
             let (stream, after) = streams.split_at_checked(len).ok_or_else(end)?;
-            let mut runs: Vec<_> = tables.iter().zip(symbols.chunks_mut(plane)).collect();
+            let symbols = &mut symbols[..payload.len() / size];
+            let others = &others[index * together * (size - 1)..][..symbols.len() * (size - 1)];
+            let mut runs: Vec<_> = tables
+                .iter()
+                .zip(symbols.chunks_exact_mut(count / planes))
+                .collect();
             rans::decode(&mut runs, stream).map_err(|error| CodecError(error.to_string()))?;
+            join(self.element, symbols, others, payload);
             streams = after;
         }
         if !streams.is_empty() {
@@ -141,7 +149,6 @@ impl Coder for Lossless {
                 "lossless payload goes on behind its last stream".into(),
             ));
         }
-        join(self.element, &symbols, others, payload);
         Ok(())
     }
 }

@@ -1,12 +1,12 @@
-//! Interleaved rANS: an entropy coder with static tables, 32 lanes of one stream side by side.
+//! Interleaved rANS: an entropy coder with static tables, 64 lanes of one stream side by side.
 //!
 //! A *stream* codes a sequence of *runs*; all symbols of a run (bytes) share one table, and the decoder knows tables and
-//! lengths. Symbol `j` of a run goes through lane `j mod 32`, so that eight lanes fill a vector and four vectors hide
+//! lengths. Symbol `j` of a run goes through lane `j mod 64`, so that eight lanes fill a vector and eight vectors hide
 //! each other's latency. States are 31 bits, renormalised by 16-bit words; probabilities have 12 bits. The encoder runs
 //! backwards, so that the decoder reads words in rising order:
 //!
 //! ```text
-//! stream = states u32 little-endian × 32 ‖ words u16 little-endian × n
+//! stream = states u32 little-endian × 64 ‖ words u16 little-endian × n
 //! ```
 //!
 //! A table with a single symbol costs nothing. Whatever the bytes, the decoder reads within them and writes symbols of
@@ -21,7 +21,7 @@ use std::fmt;
 mod avx2;
 
 /// Lanes of a stream.
-pub const LANES: usize = 32;
+pub const LANES: usize = 64;
 /// Bits of a probability.
 pub const BITS: u32 = 12;
 /// Sum of a table's frequencies.
@@ -277,7 +277,7 @@ pub fn encode_with(runs: &[(&Table, &[u8])], out: &mut Vec<u8>, vectors: bool) {
         #[cfg(target_arch = "x86_64")]
         if vectors && self::vectors() {
             #[allow(unsafe_code)]
-            // SAFETY: the processor has AVX2, and `words` has room for one word a symbol.
+            // SAFETY: the processor has AVX2 and POPCNT, and `words` has room for one word a symbol.
             unsafe {
                 avx2::encode(table, &run[..whole], &mut states, &mut words)
             };
@@ -306,36 +306,79 @@ pub fn decode_with(
     bytes: &[u8],
     vectors: bool,
 ) -> Result<(), Error> {
-    let (head, mut words) = bytes.split_at_checked(OVERHEAD).ok_or(Error::Truncated)?;
-    let mut states = [0; LANES];
-    for (state, bytes) in states.iter_mut().zip(head.as_chunks::<4>().0) {
-        *state = u32::from_le_bytes(*bytes);
-    }
-    if states.iter().any(|state| !(LOW..LOW << 16).contains(state)) {
-        return Err(Error::Damaged);
-    }
+    let mut decoder = Decoder::with(bytes, vectors)?;
     for (table, run) in runs {
+        decoder.run(table, run)?;
+    }
+    decoder.finish()
+}
+
+/// A stream on its way to symbols, run by run, so that what one run says may decide of the tables of later ones.
+#[derive(Debug)]
+pub struct Decoder<'a> {
+    states: [u32; LANES],
+    words: &'a [u8],
+    vectors: bool,
+}
+
+impl<'a> Decoder<'a> {
+    /// Of the stream `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] or [`Error::Damaged`] if it does not begin with states.
+    pub fn new(bytes: &'a [u8]) -> Result<Self, Error> {
+        Self::with(bytes, vectors())
+    }
+
+    fn with(bytes: &'a [u8], vectors: bool) -> Result<Self, Error> {
+        let (head, words) = bytes.split_at_checked(OVERHEAD).ok_or(Error::Truncated)?;
+        let mut states = [0; LANES];
+        for (state, bytes) in states.iter_mut().zip(head.as_chunks::<4>().0) {
+            *state = u32::from_le_bytes(*bytes);
+        }
+        if states.iter().any(|state| !(LOW..LOW << 16).contains(state)) {
+            return Err(Error::Damaged);
+        }
+        Ok(Decoder {
+            states,
+            words,
+            vectors: vectors && self::vectors(),
+        })
+    }
+
+    /// Fills `run` with the next symbols.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`]; the symbols are arbitrary then.
+    pub fn run(&mut self, table: &Table, run: &mut [u8]) -> Result<(), Error> {
         if let Some(symbol) = table.only {
             run.fill(symbol);
-            continue;
+            return Ok(());
         }
         let mut done = 0;
         #[cfg(target_arch = "x86_64")]
-        if vectors && self::vectors() {
+        if self.vectors {
             #[allow(unsafe_code)]
-            // SAFETY: the processor has AVX2.
-            let decoded = unsafe { avx2::decode(table, run, &mut states, &mut words) };
+            // SAFETY: the processor has AVX2 and POPCNT.
+            let decoded = unsafe { avx2::decode(table, run, &mut self.states, &mut self.words) };
             done = decoded;
         }
-        let _ = vectors;
         for group in run[done..].chunks_mut(LANES) {
-            decode_group(table, group, &mut states, &mut words)?;
+            decode_group(table, group, &mut self.states, &mut self.words)?;
         }
-    }
-    if words.is_empty() && states == [LOW; LANES] {
         Ok(())
-    } else {
-        Err(Error::Damaged)
+    }
+
+    /// Proves that the stream ends here.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if it doesn't, or if its encoder did not begin so: the symbols are not what was encoded.
+    pub fn finish(self) -> Result<(), Error> {
+        if self.words.is_empty() && self.states == [LOW; LANES] {
+            Ok(())
+        } else {
+            Err(Error::Damaged)
+        }
     }
 }
 
@@ -343,7 +386,8 @@ pub fn decode_with(
 #[must_use]
 pub fn vectors() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx2");
+    return std::arch::is_x86_feature_detected!("avx2")
+        && std::arch::is_x86_feature_detected!("popcnt");
     #[cfg(not(target_arch = "x86_64"))]
     false
 }
