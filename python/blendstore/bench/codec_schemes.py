@@ -3,6 +3,7 @@ described (per-token largest magnitude, 32 bins in the first third of the layers
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blendstore._core import Coder
-from blendstore.bench.codec import Coded, Scheme, chunks, entropy, timed
+from blendstore.bench.codec import Coded, Scheme, chunks, entropy, processors, timed
 from blendstore.codec import formats
 from blendstore.codec.tables import Floats, Shape
 from blendstore.codec.train import Training, train
@@ -32,7 +33,8 @@ def schemes(shape: Shape, samples: Floats, levels: list[int], weights: Any) -> I
     for block, chain, label in ((0, 8, "cachegen"), (shape.head_dim, 1, "cachegen-by-head")):
         for level in levels:
             tables = train(shape, samples, Training(level=level, chain=chain, block=block), weights)
-            yield f"{label} {level}", partial(_coder, Coder.cachegen(tables)), tables
+            in_all = Coder.cachegen(tables, threads=processors())
+            yield f"{label} {level}", partial(_coder, Coder.cachegen(tables), in_all=in_all), tables
 
 
 def _payload(kv: Tensor) -> bytes:
@@ -47,8 +49,8 @@ def _raw(kv: Tensor) -> Coded:
     return Coded(kv.to(torch.bfloat16).float(), 16.0 * kv.numel(), 0.0, 0.0)
 
 
-def _coder(coder: Coder, kv: Tensor) -> Coded:
-    out, bits, spent = [], 0, [0.0, 0.0]
+def _coder(coder: Coder, kv: Tensor, in_all: Coder | None = None) -> Coded:
+    out, bits, spent, clock = [], 0, [0.0, 0.0], 0.0
     counts: Any = 0
     for position, chunk in chunks(kv):
         payload, tokens = _payload(chunk), chunk.shape[2]
@@ -59,10 +61,14 @@ def _coder(coder: Coder, kv: Tensor) -> Coded:
         spent[1] += seconds
         bits += 8 * len(coded)
         out.append(_back(back, chunk))
+        if in_all is not None:
+            start = time.perf_counter()
+            in_all.decode(coded, length, tokens, source_position=position)
+            clock += time.perf_counter() - start
         if coder.name == "cachegen":
             counts = counts + np.array(coder.symbol_counts(payload, source_position=position))
     known = entropy(counts) if coder.name == "cachegen" else None
-    return Coded(torch.cat(out, 2), bits, spent[0], spent[1], known)
+    return Coded(torch.cat(out, 2), bits, spent[0], spent[1], known, clock if in_all is not None else None)
 
 
 def _format(packing: formats.Format, coder: Coder | None, kv: Tensor) -> Coded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,11 @@ def samples_of(shape: Shape, kv: Tensor) -> Floats:
     return flat
 
 
-def importance(model: Any, prompts: Sequence[Captured], noise: float = 0.02) -> np.ndarray[Any, np.dtype[np.float64]]:
+def importance(
+    model: Any, prompts: Sequence[Captured], told: Callable[[], None] = lambda: None, noise: float = 0.02
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[layers, 2]: KL for each unit of error, when white noise of ``noise`` times the variance is added to the keys or
-    the values of one layer. Takes ``2 × layers`` answers for each prompt."""
+    the values of one layer. Takes ``2 × layers`` answers for each prompt; ``told`` is called after each."""
     generator = torch.Generator().manual_seed(1)
     layers = prompts[0].kv.shape[0]
     out = np.zeros((layers, 2))
@@ -103,4 +105,5 @@ def importance(model: Any, prompts: Sequence[Captured], noise: float = 0.02) -> 
                 kv[layer, part] += variance**0.5 * torch.randn(kv[layer, part].shape, generator=generator)
                 kl, _ = divergence(prompt.logits, answer_logits(model, kv, prompt.tail))
                 out[layer, part] += max(kl, 1e-7) / variance / len(prompts)
+                told()
     return out

@@ -7,12 +7,13 @@
 //!
 //! ```text
 //!   0  kind: 1 quantised, 2 lossless     1      20  error bound of keys    f32  4
-//!   1  version = 1                       1      24  error bound of values  f32  4
+//!   1  version = 2                       1      24  error bound of values  f32  4
 //!   2  zeros                             2      28  raw rows r                  4
 //!   4  table id                         16
 //!  32  raw row u32 × r | bytes of each chain u32 × chains | raw rows, each [layer][K|V][channel] | chains
 //!
-//! chain = escapes e u32 | value i32 × e | rANS stream of [layer][block][component][row], without raw rows
+//! chain = escapes e u32 | value i32 × e | rANS stream: difference of each [layer][block][component] to its class,
+//!         then [class so found][layer][block][component][row], without raw rows
 //! ```
 //!
 //! Behind kind 2 and version stands a payload as [`crate::lossless`] codes it: what the tables can't do well.
@@ -30,8 +31,9 @@ use crate::tables::Tables;
 use chain::{decode_chain, encode_chain, quantise_chain};
 
 mod chain;
+mod classes;
 
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const QUANTISED: u8 = 1;
 const LOSSLESS: u8 = 2;
 const FIXED: usize = 32;
@@ -106,8 +108,8 @@ impl Cachegen {
         let mut counts = vec![0; 256 * tables.classes.len()];
         for chain in 0..tables.chains() {
             let quantised = quantise_chain(tables, chain, payload, rows, &raw, &turns)?;
-            for (class, run) in quantised.runs {
-                quantised.symbols[run]
+            for (class, symbols) in quantised.own.iter().zip(quantised.components()) {
+                symbols
                     .iter()
                     .for_each(|symbol| counts[256 * class + usize::from(*symbol)] += 1);
             }

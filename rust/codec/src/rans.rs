@@ -242,6 +242,25 @@ fn normalise(counts: &[u64; 256], frequencies: &mut [u16; 256]) {
     }
 }
 
+/// Size of a symbol of this frequency in 1/256 bits, rounded up; of one that can't be coded, more than of any others. By
+/// integers alone, so that what is decided by it is the same everywhere.
+#[must_use]
+pub fn cost(frequency: u16) -> u32 {
+    if frequency == 0 {
+        return 1 << 20;
+    }
+    let whole = u32::from(frequency).ilog2();
+    // The fraction of the logarithm, bit by bit: squaring doubles it.
+    let (mut x, mut log) = (u64::from(frequency) << (31 - whole), whole);
+    for _ in 0..8 {
+        x = (x * x) >> 31;
+        let bit = (x >> 32) as u32;
+        log = 2 * log + bit;
+        x >>= bit;
+    }
+    256 * BITS - log
+}
+
 /// Append the stream of `runs` to `out`. Every symbol must be one of its table's ([`Table::covers`]); the stream of
 /// others does not decode to them.
 pub fn encode(runs: &[(&Table, &[u8])], out: &mut Vec<u8>) {

@@ -63,8 +63,10 @@ pub struct Tables {
 /// A class of components that are about equally wide.
 pub(crate) struct Class {
     pub(crate) table: rans::Table,
-    /// By how many steps the mean of the values 1, 2 and 3 or more lies nearer to zero.
-    pub(crate) shifts: [f32; 3],
+    /// What each symbol stands for: the mean of what it was made of. The escape stands for nothing.
+    pub(crate) levels: [f32; 256],
+    /// What each symbol takes, in 1/256 bits.
+    pub(crate) costs: [u32; 256],
 }
 
 /// How one layer is turned into components.
@@ -168,7 +170,7 @@ impl Tables {
             .map(|_| reader.floats(rotary_elements / 2))
             .collect::<Result<Vec<_>, CodecError>>()?;
         let classes = (0..class_count)
-            .map(|_| Class::read(&mut reader))
+            .map(|_| Class::read(&mut reader, step))
             .collect::<Result<Vec<_>, _>>()?;
         let bases = (0..layers)
             .map(|layer| Layer::read(&mut reader, width, block, layer % chain != 0, &classes))
@@ -217,7 +219,7 @@ impl Tables {
 }
 
 impl Class {
-    fn read(reader: &mut Reader<'_>) -> Result<Self, CodecError> {
+    fn read(reader: &mut Reader<'_>, step: f32) -> Result<Self, CodecError> {
         let mut frequencies = [0; 256];
         for (frequency, bytes) in frequencies
             .iter_mut()
@@ -236,10 +238,23 @@ impl Class {
         if shifts.iter().any(|shift| !(-0.5..=0.5).contains(shift)) {
             return Err(CodecError(format!("shifts {shifts:?}, which no class has")));
         }
-        Ok(Class { table, shifts })
+        let mut levels = [0.0; 256];
+        for (level, symbol) in levels.iter_mut().zip(-i32::from(ZERO)..) {
+            let size = symbol.unsigned_abs();
+            if size > 0 {
+                let value = (size as f32 - shifts[(size as usize - 1).min(2)]) * step;
+                *level = if symbol < 0 { -value } else { value };
+            }
+        }
+        Ok(Class {
+            costs: frequencies.map(rans::cost),
+            table,
+            levels,
+        })
     }
 
-    fn is_zero(&self) -> bool {
+    /// Whether its components are left out, being zero.
+    pub(crate) fn is_zero(&self) -> bool {
         self.table.only().is_some()
     }
 }

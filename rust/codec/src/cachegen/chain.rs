@@ -1,13 +1,13 @@
 //! One chain of layers: into symbols and back. All matrices are channel-major with padded rows.
 
-use std::ops::Range;
-
+use super::classes::{self, Order};
 use super::{Bound, row_bytes};
 use crate::coder::CodecError;
-use crate::linear::padded;
+use crate::elements::Element;
+use crate::linear::{LANES, padded};
 use crate::rans;
 use crate::rotary::Turns;
-use crate::tables::{ESCAPE, Layer, Tables, ZERO};
+use crate::tables::{Class, ESCAPE, Layer, Tables, ZERO};
 
 /// Largest value of an escape.
 const LARGEST: f32 = 8_388_607.0;
@@ -95,11 +95,20 @@ pub(super) struct Encoded {
 
 /// A chain before it is entropy-coded.
 pub(super) struct Quantised {
+    /// `[component][row]`, without raw rows.
     pub(super) symbols: Vec<u8>,
-    /// (class, symbols of one run)
-    pub(super) runs: Vec<(usize, Range<usize>)>,
+    /// Class of each component.
+    pub(super) own: Vec<usize>,
     escapes: Vec<i32>,
     bound: Bound,
+}
+
+impl Quantised {
+    /// The symbols of each component, of none if all rows are raw.
+    pub(super) fn components(&self) -> impl Iterator<Item = &[u8]> {
+        let kept = self.symbols.len() / self.own.len().max(1);
+        self.symbols.chunks_exact(kept.max(1))
+    }
 }
 
 pub(super) fn encode_chain(
@@ -110,23 +119,41 @@ pub(super) fn encode_chain(
     raw: &[usize],
     turns: &[Turns],
 ) -> Result<Encoded, CodecError> {
+    let quantised = quantise_chain(tables, chain, payload, rows, raw, turns)?;
     let Quantised {
         symbols,
-        runs,
+        own,
         escapes,
         bound,
-    } = quantise_chain(tables, chain, payload, rows, raw, turns)?;
+    } = &quantised;
+    let kept = rows - raw.len();
+    let differences: Vec<u8> = if kept == 0 {
+        own.iter().map(|_| classes::SAME).collect()
+    } else {
+        own.iter()
+            .zip(quantised.components())
+            .map(|(own, symbols)| classes::cheapest(tables, *own, symbols))
+            .collect()
+    };
+    let order = Order::new(tables, own, &differences, kept)?;
+    let mut sorted = vec![0; symbols.len()];
+    for (start, component) in order.starts.iter().zip(quantised.components()) {
+        sorted[*start..start + kept].copy_from_slice(component);
+    }
     let mut bytes = Vec::with_capacity(symbols.len() / 2);
     bytes.extend_from_slice(&(escapes.len() as u32).to_le_bytes());
     escapes
         .iter()
         .for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-    let runs: Vec<_> = runs
-        .into_iter()
-        .map(|(class, range)| (&tables.classes[class].table, &symbols[range]))
-        .collect();
+    let mut runs = vec![(classes::table(), differences.as_slice())];
+    for (class, range) in order.runs {
+        runs.push((&tables.classes[class].table, &sorted[range]));
+    }
     rans::encode(&runs, &mut bytes);
-    Ok(Encoded { bytes, bound })
+    Ok(Encoded {
+        bytes,
+        bound: *bound,
+    })
 }
 
 pub(super) fn quantise_chain(
@@ -141,7 +168,6 @@ pub(super) fn quantise_chain(
     let (wide, width) = (work.wide, tables.width());
     let mut original = vec![0.0; width * wide];
     let mut symbols = vec![];
-    let mut runs = vec![];
     let mut escapes: Vec<i32> = vec![];
     let (mut error, mut largest) = ([0.0_f32; 2], [0.0_f32; 2]);
     let layer_bytes = rows * width * tables.element.size();
@@ -188,14 +214,12 @@ pub(super) fn quantise_chain(
             );
             let mut component = 0;
             for &(class, count) in &block.runs {
-                let start = symbols.len();
                 for values in work.components[component * wide..(component + count) * wide]
                     .chunks_exact_mut(wide)
                 {
                     quantise(tables, class, values, rows, raw, &mut symbols, &mut escapes)?;
                 }
                 component += count;
-                runs.push((class, start..symbols.len()));
             }
             work.correct(layer, at);
         }
@@ -230,7 +254,7 @@ pub(super) fn quantise_chain(
     };
     Ok(Quantised {
         symbols,
-        runs,
+        own: classes::own(tables, chain),
         escapes,
         bound,
     })
@@ -266,51 +290,45 @@ pub(super) fn decode_chain(
         .0
         .iter()
         .map(|bytes| i32::from_le_bytes(*bytes));
-    let total: usize = layers()
-        .flat_map(|(_, layer)| &layer.blocks)
-        .map(|block| block.forward.outputs() * kept)
-        .sum();
-    let mut symbols = vec![0; total];
-    let mut rest = symbols.as_mut_slice();
-    let mut runs = vec![];
-    for (class, count) in layers()
-        .flat_map(|(_, layer)| &layer.blocks)
-        .flat_map(|block| &block.runs)
-    {
-        let (run, others) = rest.split_at_mut(count * kept);
-        runs.push((&tables.classes[*class].table, run));
-        rest = others;
+    let own = classes::own(tables, chain);
+    let damaged = |error: rans::Error| CodecError(error.to_string());
+    let mut decoder = rans::Decoder::new(stream).map_err(damaged)?;
+    let mut differences = vec![0; own.len()];
+    decoder
+        .run(classes::table(), &mut differences)
+        .map_err(damaged)?;
+    let order = Order::new(tables, &own, &differences, kept)?;
+    let mut symbols = vec![0; own.len() * kept];
+    for (class, range) in order.runs {
+        let table = &tables.classes[class].table;
+        decoder.run(table, &mut symbols[range]).map_err(damaged)?;
     }
-    rans::decode(&mut runs, stream).map_err(|error| CodecError(error.to_string()))?;
+    decoder.finish().map_err(damaged)?;
     let mut work = Work::new(tables, turns, rows);
     let (wide, width) = (work.wide, tables.width());
     let layer_bytes = rows * width * tables.element.size();
-    let mut symbols = symbols.as_slice();
-    let mut now = vec![];
+    let mut starts = order.starts.iter();
+    let mut keys = vec![0.0; width / 2 * wide];
     for (at, (index, layer)) in layers().enumerate() {
         work.predict(layer);
         for (number, block) in layer.blocks.iter().enumerate() {
-            let mut component = 0;
+            let mut values = work.components.chunks_exact_mut(wide);
             for &(class, count) in &block.runs {
-                for values in work.components[component * wide..(component + count) * wide]
-                    .chunks_exact_mut(wide)
-                {
-                    let (run, others) = symbols.split_at(kept);
-                    dequantise(tables, class, run, raw, rows, &mut escapes, values)?;
-                    symbols = others;
+                // There is a start for each component, and room for the components of each block.
+                for (values, start) in values.by_ref().take(count).zip(starts.by_ref()) {
+                    let run = &symbols[*start..start + kept];
+                    dequantise(tables, class, run, raw, &mut escapes, &mut values[..rows])?;
                 }
-                component += count;
             }
             work.correct(layer, number);
         }
-        now.clone_from(&work.now);
-        work.turn(index, &mut now[..width / 2 * wide], false);
-        store(
-            tables,
-            &now,
-            rows,
-            &mut target[at * layer_bytes..][..layer_bytes],
-        );
+        let (rotated, values) = work.now.split_at(width / 2 * wide);
+        keys.copy_from_slice(rotated);
+        work.turn(index, &mut keys, false);
+        let (into, others) =
+            target[at * layer_bytes..][..layer_bytes].split_at_mut(layer_bytes / 2);
+        store(tables.element, &keys, rows, into);
+        store(tables.element, values, rows, others);
     }
     if escapes.next().is_some() {
         return Err(CodecError(
@@ -353,7 +371,7 @@ fn quantise(
         let symbol = level + i32::from(ZERO);
         if (1..=255).contains(&symbol) && frequencies[symbol as usize] > 0 {
             symbols.push(symbol as u8);
-            *value = reconstructed(tables.step, &class.shifts, level);
+            *value = class.levels[symbol as usize];
         } else {
             symbols.push(ESCAPE);
             escapes.push(level);
@@ -363,48 +381,41 @@ fn quantise(
     Ok(())
 }
 
+/// Sets the `values` of one component, zeros in raw rows.
 fn dequantise(
     tables: &Tables,
     class: usize,
     symbols: &[u8],
     raw: &[usize],
-    rows: usize,
     escapes: &mut impl Iterator<Item = i32>,
     values: &mut [f32],
 ) -> Result<(), CodecError> {
-    let shifts = &tables.classes[class].shifts;
-    let mut levels = [0.0; 256];
-    for (symbol, level) in levels.iter_mut().enumerate() {
-        *level = reconstructed(tables.step, shifts, symbol as i32 - i32::from(ZERO));
-    }
-    let mut symbols = symbols.iter();
-    let mut raw = raw.iter().peekable();
-    for (row, value) in values.iter_mut().enumerate() {
-        if row >= rows || raw.next_if(|next| **next == row).is_some() {
-            *value = 0.0;
-            continue;
+    let Class { levels, .. } = &tables.classes[class];
+    let mut symbols = symbols;
+    let mut first = 0;
+    for &row in raw.iter().chain([&values.len()]) {
+        let (run, others) = symbols.split_at(row - first);
+        for (value, symbol) in values[first..row].iter_mut().zip(run) {
+            *value = levels[usize::from(*symbol)];
         }
-        // There is a symbol for every row that isn't raw.
-        let symbol = *symbols.next().unwrap_or(&ZERO);
-        *value = if symbol == ESCAPE {
-            let missing =
-                || CodecError("a chain has fewer escapes than its symbols ask for".into());
-            escapes.next().ok_or_else(missing)? as f32 * tables.step
-        } else {
-            levels[usize::from(symbol)]
-        };
+        if run.contains(&ESCAPE) {
+            for (value, _) in values[first..row]
+                .iter_mut()
+                .zip(run)
+                .filter(|(_, symbol)| **symbol == ESCAPE)
+            {
+                let missing =
+                    || CodecError("a chain has fewer escapes than its symbols ask for".into());
+                *value = escapes.next().ok_or_else(missing)? as f32 * tables.step;
+            }
+        }
+        if let Some(value) = values.get_mut(row) {
+            *value = 0.0;
+        }
+        symbols = others;
+        first = row + 1;
     }
     Ok(())
-}
-
-#[inline]
-fn reconstructed(step: f32, shifts: &[f32; 3], level: i32) -> f32 {
-    let size = level.unsigned_abs();
-    if size == 0 {
-        return 0.0;
-    }
-    let value = (size as f32 - shifts[(size as usize - 1).min(2)]) * step;
-    if level < 0 { -value } else { value }
 }
 
 /// One layer `[K|V][token][channel]` as `f32`, channel-major with padded rows of zeros.
@@ -420,16 +431,17 @@ fn load(tables: &Tables, layer: &[u8], rows: usize, into: &mut [f32]) {
     }
 }
 
-/// The other way round.
-fn store(tables: &Tables, from: &[f32], rows: usize, layer: &mut [u8]) {
-    let (each, wide) = (tables.width() / 2, padded(rows));
-    for (part, from) in from.chunks_exact(each * wide).enumerate() {
-        for row in 0..rows {
-            let into = &mut layer[(part * rows + row) * row_bytes(tables)..][..row_bytes(tables)];
-            for channel in 0..each {
-                tables
-                    .element
-                    .set(into, channel, from[channel * wide + row]);
+/// The other way round, of keys or values: `[token][channel]` from channels with padded rows.
+fn store(element: Element, from: &[f32], rows: usize, into: &mut [u8]) {
+    let wide = padded(rows);
+    let channels = from.len() / wide;
+    let row_bytes = channels * element.size();
+    // A line of the source and sixteen of the target are at hand at a time.
+    for (strip, into) in into.chunks_mut(LANES * row_bytes).enumerate() {
+        for (channel, values) in from.chunks_exact(wide).enumerate() {
+            let values = &values[strip * LANES..];
+            for (row, value) in into.chunks_exact_mut(row_bytes).zip(values) {
+                element.set(row, channel, *value);
             }
         }
     }

@@ -108,6 +108,16 @@ fn every_frequency_divides_exactly() {
 }
 
 #[test]
+fn costs_are_logarithms() {
+    for frequency in 1..=TOTAL as u16 {
+        let bits = f64::from(TOTAL) / f64::from(frequency);
+        let excess = f64::from(cost(frequency)) - 256.0 * bits.log2();
+        assert!((-1e-6..1.0).contains(&excess), "{frequency}: {excess}");
+    }
+    assert!(cost(0) > 2 * cost(1));
+}
+
+#[test]
 fn rare_symbols_keep_a_frequency() {
     let mut counts = [1; 256];
     counts[5] = u64::MAX / 2;
