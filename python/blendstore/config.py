@@ -113,6 +113,9 @@ class Config:
         "how records lie on disk",
     )
     codec_tables: Path | None = _key(None, _FILE, "table file of cachegen, from bench codec")  # noqa: RUF009
+    codec_max_kl: float = _key(
+        0.05, number(0), "KL in nats that a lossy coding may cost, measured at start where an engine can; else raw"
+    )
     remote_url: str | None = _key(None, optional(remote_place()), "where records are shared: URL of the remote tier")
     remote_timeout_ms: int = _key(1000, whole(1, 600_000), "milliseconds that a call of the remote tier takes at most")
     remote_serde: str = _key(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Payload", "coder_of", "open_store"]
 
 log = logging.getLogger("blendstore.tiers")
+_THREADS = 8
+"""Most that one record's chains are coded on."""
 _ELEMENTS = ("bfloat16", "float16", "float32")
 
 
@@ -42,7 +45,8 @@ def coder_of(config: Config, key: str, payload: Payload | None) -> Coder | None:
         return None
     if serde == "cachegen":
         try:
-            return Coder.cachegen(config.codec_tables.read_bytes() if config.codec_tables else b"")
+            tables = config.codec_tables.read_bytes() if config.codec_tables else b""
+            return Coder.cachegen(tables, threads=min(_THREADS, len(os.sched_getaffinity(0))))
         except (OSError, ValueError) as error:
             origin = config.origins["codec_tables"]
             raise ConfigError(f"codec_tables: {config.codec_tables} ({origin}) can't be used: {error}") from error

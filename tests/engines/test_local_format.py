@@ -1,9 +1,13 @@
 """Documents that are kept in memory in fewer bits: reused all the same, close to what the engine computes."""
 
+import zlib
+
 import pytest
 
+from blendstore.config import Config
+from blendstore_transformers import Engine
 from blendstore_transformers.model import layers_of
-from tests.tiny_models import FAMILIES, engine_of, ids, largest_error, model_of, own
+from tests.tiny_models import FAMILIES, VOCABULARY, engine_of, ids, largest_error, model_of, own
 
 
 @pytest.mark.parametrize(("name", "most", "saved"), [("int8", 0.05, 1.6), ("int4", 0.6, 2.3)])
@@ -47,3 +51,32 @@ def test_what_serves_exact_prefixes_stays_raw_unless_asked() -> None:
         ]
         errors[exact] = max(max(pair) for pair in head)
     assert errors[False] < 1e-5 < errors[True] < 0.05
+
+
+class Words:
+    """As much of a tokenizer as the guard needs."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + zlib.crc32(word.encode()) % (VOCABULARY - 3) for word in text.split()]
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e3])
+def test_a_format_that_changes_answers_too_much_is_not_used(bound: float) -> None:
+    """Measured at start on prose: above the bound the engine keeps raw records and counts that it does."""
+    given = {"local_format": "int4", "local_format_exact": True, "chunk_size": 32, "codec_max_kl": bound}
+    model = model_of(FAMILIES["llama"])
+    engine = Engine(model, Words(), Config.load(env={}, overrides=given))
+    (verdict,) = engine.verdicts
+    assert 1e-6 < verdict.kl < 5 and verdict.kept == (bound > 0)
+    assert engine.config.local_format == ("int4" if bound else "raw")
+    assert engine.counters["codec_fallbacks"] == (0 if bound else 1)
+    prompt = ids(7, 100)
+    engine.prefill(prompt)
+    again = engine.prefill([*prompt, *ids(8, 5)])
+    layers, _ = own(model, prompt)
+    error = max(
+        float((a[:96] - b[:96]).abs().max())
+        for pair, found in zip(layers, layers_of(again.cache), strict=True)
+        for a, b in zip(pair, found, strict=True)
+    )
+    assert (error > 1e-3) == (bound > 0)

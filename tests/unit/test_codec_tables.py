@@ -42,7 +42,7 @@ SAMPLES = made(1200)
 
 
 @pytest.mark.parametrize("block", [0, DIM])
-@pytest.mark.parametrize(("position", "tokens"), [(0, 256), (777, 256), (5, 1), (5, 37)])
+@pytest.mark.parametrize(("position", "tokens"), [(0, 256), (777, 256), (5, 9), (5, 37)])
 def test_records_come_back_within_the_bound_that_they_state(block: int, position: int, tokens: int) -> None:
     coder = Coder.cachegen(train(SHAPE, SAMPLES, Training(level=3, chain=3, block=block)))
     kv, raw = payload(made(tokens, 9), position)
@@ -69,12 +69,13 @@ def test_levels_trade_size_for_error_and_prediction_pays() -> None:
 
 
 def test_size_is_the_entropy_of_the_symbols() -> None:
+    """Or less: a component may be coded as another class than it had in training."""
     coder = Coder.cachegen(train(SHAPE, SAMPLES, Training(level=2, chain=6)))
     _, raw = payload(made(2000, 9), 40)
     counts = np.array(coder.symbol_counts(raw, source_position=40), np.float64)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     bits = -(counts * np.log2(np.where(counts > 0, share, 1))).sum()
-    assert bits < 8 * len(coder.encode(raw, 2000, source_position=40)) <= 1.03 * bits
+    assert 0.9 * bits < 8 * len(coder.encode(raw, 2000, source_position=40)) <= 1.02 * bits
 
 
 def test_importance_spends_bits_where_they_matter() -> None:

@@ -22,6 +22,7 @@ from blendstore.blend import BlendRunner, BlendSettings, Geometry, pin, warm_up
 from blendstore.blend.records import LeaseRecords, packed_bytes_per_token, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
+from blendstore.codec import guard
 from blendstore.codec.formats import FORMATS
 from blendstore.config import Config
 from blendstore.identity import namespace
@@ -32,7 +33,7 @@ from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import settings
 from blendstore.tiers import Payload, open_store
 
-from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, steady_length
+from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, quality, steady_length
 from .weights import identity
 
 log = logging.getLogger("blendstore.transformers")
@@ -86,6 +87,8 @@ class Engine:
         self.refusal = ""
         """Why this model isn't blended; empty when it is."""
         self.proof: Proof | None = None
+        self.verdicts: list[guard.Verdict] = []
+        """What the lossy settings of the configuration cost, as measured at start."""
         self._engine: TransformersModel | None = None
         if config.enable_blending:
             make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
@@ -96,6 +99,7 @@ class Engine:
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._steady = steady_length(model)
+        config = self.config = self._guarded(config)
         self.store = store or open_store(config, payload=Payload.of(self.geometry))
         # Both do nothing on a CPU. The arena is page-locked for as long as this is held.
         self._pinned = pin(self.store, self.geometry.device)
@@ -125,6 +129,19 @@ class Engine:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         model = model.to(device).eval()
         return cls(model, AutoTokenizer.from_pretrained(path), config)
+
+    def _guarded(self, config: Config) -> Config:
+        """``config`` without what changes this model's answers by more than ``codec_max_kl``."""
+        keys = guard.lossy(config)
+        if not keys:
+            return config
+        if self.tokenizer is None:
+            log.warning("%s: not measured, as there is no tokenizer for the guard's prose", ", ".join(keys))
+            return config
+        ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
+        config, self.verdicts = guard.guarded(config, quality(self._model, ids))
+        self.counters["codec_fallbacks"] += sum(not verdict.kept for verdict in self.verdicts)
+        return config
 
     def describe(self) -> str:
         """One line: what this engine does with this model, or why not."""

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from blendstore.blend import Attend, Geometry
 from blendstore.blend.rotary import Pairing, RotaryTable
 from blendstore.blend.selftest import run_fresh
+from blendstore.codec import guard
 
 from .routing import install, routed
 
@@ -215,6 +216,29 @@ def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     """K and V [tokens, kv_heads, dim] of every layer of a cache of one sequence, without a copy."""
     entries: list[Any] = list(cache.layers)
     return [(entry.keys[0].transpose(0, 1), entry.values[0].transpose(0, 1)) for entry in entries]
+
+
+@torch.inference_mode()
+def quality(loaded: PreTrainedModel, ids: Sequence[int]) -> guard.Measure:
+    """How far answers move when the KV of ``ids`` but for the last `guard.FORCED` is coded: the guard's measure."""
+    before, forced = ids[: -guard.FORCED], ids[-guard.FORCED :]
+    cache = DynamicCache()
+    forward(loaded, cache, before, 0)
+    layers = [torch.stack(pair) for pair in layers_of(cache)]
+    if not layers or any(layer.shape != layers[0].shape for layer in layers):
+        # Layers of different shapes have no records of one format.
+        return lambda code: 0.0
+    kv = torch.stack(layers)
+
+    @torch.inference_mode()
+    def answered(kv: Tensor) -> Tensor:
+        cache = DynamicCache()
+        for index, (keys, values) in enumerate(kv):
+            cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
+        return forward(loaded, cache, forced, len(before), keep=0)
+
+    reference = answered(kv)
+    return lambda code: guard.divergence(reference, answered(code(kv)))
 
 
 @torch.inference_mode()
