@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -54,9 +55,14 @@ def _coder(coder: Coder, kv: Tensor, in_all: Coder | None = None) -> Coded:
     counts: Any = 0
     for position, chunk in chunks(kv):
         payload, tokens = _payload(chunk), chunk.shape[2]
-        coded, seconds = timed(partial(coder.encode, payload, tokens, source_position=position))
-        spent[0] += seconds
         length = len(payload)
+        try:
+            coded, seconds = timed(partial(coder.encode, payload, tokens, source_position=position))
+        except ValueError:  # a few tokens, kept raw
+            bits += 8 * length
+            out.append(_back(payload, chunk))
+            continue
+        spent[0] += seconds
         back, seconds = timed(partial(coder.decode, coded, length, tokens, source_position=position))
         spent[1] += seconds
         bits += 8 * len(coded)
@@ -79,7 +85,10 @@ def _format(packing: formats.Format, coder: Coder | None, kv: Tensor) -> Coded:
         back, seconds = timed(partial(packing.unpack, packed, torch.bfloat16))
         spent[1] += seconds
         kept = packed.numpy().tobytes()
-        bits += 8 * len(kept if coder is None else coder.encode(kept, chunk.shape[2], format=1))
+        if coder is not None:
+            with suppress(ValueError):  # a few tokens, kept as they are
+                kept = coder.encode(kept, chunk.shape[2], format=1)
+        bits += 8 * len(kept)
         out.append(back.float())
     return Coded(torch.cat(out, 2), bits, *spent)
 
