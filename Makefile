@@ -110,8 +110,9 @@ test-vllm-%: .venv-vllm-%/.ready models
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $*+cpu\n' > vllm-$*+cpu.dist-info/METADATA
 	@touch $@
 
-fuzz: $(VENV)/.ready ## feed broken frames and segment files to what reads them (SECONDS=600 for each)
+fuzz: $(VENV)/.ready ## feed broken frames, segment files, coded payloads and tables to what reads them (SECONDS=600 for each)
 	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) cargo test --release --quiet -p blendstore-tiers --test fuzz -- --nocapture
+	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) cargo test --release --quiet -p blendstore-codec --lib fuzz -- --nocapture
 
 bench: build models ## speed on this machine: blending on a CPU, and the store
 	$(PY) benches/bench_blend_cpu.py --json out/bench-blend-cpu.json

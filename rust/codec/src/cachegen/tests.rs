@@ -5,6 +5,8 @@ use crate::elements::{Element, single_to_half};
 use crate::rans;
 use crate::tables::ZERO;
 
+mod fuzz;
+
 pub(crate) fn header(ntokens: u32, bytes_per_token: u32, position: u32) -> Header {
     Header {
         key: [0; 32],
