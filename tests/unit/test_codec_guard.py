@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def config(folder: Path, **more: object) -> Config:
     return Config.load(env={}, overrides=given)
 
 
-def kv(tokens: int) -> torch.Tensor:
+def kv(tokens: int) -> Any:
     _, raw = payload(made(tokens, 9), 0)
     shape = (LAYERS, 2, tokens, SHAPE.kv_heads, SHAPE.head_dim)
     return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)

@@ -72,7 +72,8 @@ def guarded(config: Config, measure: Measure) -> tuple[Config, list[Verdict]]:
         verdicts.append(Verdict(key, value, kl, kept=kl <= config.codec_max_kl))
         if not verdicts[-1].kept:
             instead = "raw" if key == "local_format" else "naive"
-            config = replace(config, **{key: instead})
+            change: dict[str, Any] = {key: instead}
+            config = replace(config, **change)
             told = "%s: %s changes this model's answers by a KL of %.3g, more than codec_max_kl %g: %s is used instead"
             log.warning(told, key, value, kl, config.codec_max_kl, instead)
     return config, verdicts
@@ -92,10 +93,11 @@ def _code(config: Config, key: str) -> Code:
     return partial(_coded, coder_of(config, key, None), config.chunk_size)
 
 
-def _formatted(name: str, chunk: int, kv: Tensor) -> Tensor:
+def _formatted(name: str, chunk: int, kv: Any) -> Tensor:
     packing = FORMATS[name]
     if not packing.fits(kv.shape[-1]):
-        return kv
+        whole: Tensor = kv
+        return whole
     return torch.cat([_packed(packing, part) for part in kv.split(chunk, 2)], 2)
 
 
@@ -107,7 +109,7 @@ def _packed(packing: Any, part: Tensor) -> Tensor:
     return back
 
 
-def _coded(coder: Any, chunk: int, kv: Tensor) -> Tensor:
+def _coded(coder: Any, chunk: int, kv: Any) -> Tensor:
     out, position = [], 0
     for part in kv.split(chunk, 2):
         payload = part.contiguous().cpu().view(torch.uint8).numpy().tobytes()
