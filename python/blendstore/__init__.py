@@ -5,6 +5,7 @@ This package needs numpy only. ``blendstore.blend`` and the engine adapters need
 
 from blendstore._core import (
     ChunkMeta,
+    Coder,
     Event,
     Lease,
     LeaseExpired,
@@ -14,11 +15,14 @@ from blendstore._core import (
     Reservation,
     Store,
     StoreError,
+    Ticket,
+    Tier,
     __version__,
 )
 
 __all__ = [
     "ChunkMeta",
+    "Coder",
     "Event",
     "Lease",
     "LeaseExpired",
@@ -28,5 +32,7 @@ __all__ = [
     "Reservation",
     "Store",
     "StoreError",
+    "Ticket",
+    "Tier",
     "__version__",
 ]

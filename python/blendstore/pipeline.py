@@ -185,9 +185,11 @@ class Pipeline:
         engine_prefix: int = 0,
         prefix_exact: bool = True,
         blend: bool = True,
+        fetch: bool = True,
     ) -> Prepared:
         """Look up and plan. The engine holds ``engine_prefix`` tokens; ``prefix_exact`` says that none of them was
-        blended. With ``blend`` off only exact records that continue the prefix without a hole are used."""
+        blended. With ``blend`` off only exact records that continue the prefix without a hole are used. Unless
+        ``fetch`` is off this waits for lower tiers, for ``tier_wait_ms`` at most."""
         namespace, segmentation = self.namespace(options), self.segment(tokens)
         least = self._config.blend_min_tokens
         plan = build_plan(len(tokens), engine_prefix=engine_prefix, candidates=[], min_tokens=least)
@@ -196,6 +198,10 @@ class Pipeline:
             return prepared
         blend = blend and self._config.enable_blending
         try:
+            ticket = self.fetch(tokens, options) if fetch else None
+            if ticket is not None:
+                ticket.wait(self._config.tier_wait_ms / 1e3)
+                self.leave(ticket)
             found = self._look_up(prepared, matching=blend and self._config.segmenter in ("auto", "matcher"))
             candidates = [c for c, provenance in found if c.exact or (blend and self._reusable(provenance))]
             if not blend:
@@ -211,6 +217,20 @@ class Pipeline:
             prepared.release()
             raise
         return prepared
+
+    def fetch(self, tokens: Tokens, options: RequestOptions) -> Ticket | None:
+        """Have lower tiers begin to bring what memory lacks of the prompt's records, which stay in memory while the
+        ticket lives; None where nothing lies below memory, or nothing is wanted."""
+        if not self._store.tiers or not options.reuse or not len(tokens):
+            return None
+        namespace, bounds = self.namespace(options), self.segment(tokens).bounds
+        keys = namespace.segment_keys(tokens, bounds, chunk_size=self._config.chunk_size, head=True)
+        return self._store.prefetch(namespace, keys)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Wait for it no longer. What it still has to bring is there for a later prompt."""
+        if not ticket.poll():
+            self._late.append(ticket)
 
     def renew(self, prepared: Prepared) -> bool:
         """Lease the records of a released prompt again; False, with nothing leased, when they aren't the same."""
@@ -231,12 +251,8 @@ class Pipeline:
     def _look_up(self, prepared: Prepared, *, matching: bool) -> list[tuple[Candidate, int]]:
         """(candidate, provenance) of each record of the prompt's segments and, with ``matching``, of other places."""
         bounds = prepared.segmentation.bounds
-        ticket = self._fetch(prepared, bounds)
         lease = self._store.lookup_segments(prepared.namespace, prepared.tokens, bounds, head=True)
         prepared.leases.append(lease)
-        if ticket is not None and not ticket.poll():
-            self._late.append(ticket)
-        del ticket  # the lease pins what it brought
         hits: list[_Hit] = []
         for at, (start, group) in enumerate(_chunk_starts(bounds, self._config.chunk_size)):
             meta = lease.meta(at)
@@ -256,15 +272,6 @@ class Pipeline:
         prepared.told = [_told(hit.meta) for hit in hits]
         exact = _exact(prepared.namespace, prepared.tokens, hits)
         return [(hit.candidate(chunk, exact[chunk]), hit.meta.provenance) for chunk, hit in enumerate(hits)]
-
-    def _fetch(self, prepared: Prepared, bounds: NDArray[np.int64]) -> Ticket | None:
-        """Have lower tiers bring the prompt's records, and wait for them within the configured time."""
-        if not self._store.tiers:
-            return None
-        keys = prepared.namespace.segment_keys(prepared.tokens, bounds, chunk_size=self._config.chunk_size, head=True)
-        ticket = self._store.prefetch(prepared.namespace, keys)
-        ticket.wait(self._config.tier_wait_ms / 1e3)
-        return ticket
 
     def _reusable(self, provenance: int) -> bool:
         """Whether such records may be reused behind another context."""

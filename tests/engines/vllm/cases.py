@@ -87,7 +87,10 @@ class Bench:
         wanted, blocks = self.own(tokens), self.blocks(len(tokens))
         before = dict(self.serving.metrics.counts)
         ask = self.ask(tokens, held, **options)
-        target = self.serving.look(ask).target
+        found = self.serving.look(ask)
+        while found.waiting:
+            found = self.serving.look(ask)
+        target = found.target
         whole = self.serving.slots(blocks, len(blocks) * self.serving.block)
         for index, pair in enumerate(wanted):
             nothing = torch.full((len(whole), *pair[0].shape[1:]), torch.nan)
@@ -257,6 +260,27 @@ def restarted(folder: str) -> dict[str, Any]:
     row = Bench(**config).blend(prompt(B, A), ratio=1.0)
     del row["kv"]
     return row
+
+
+def waiting() -> dict[str, Any]:
+    """What is said of a prompt whose records a lower tier is slow to bring, and of one whose time to wait is over."""
+    bench, out = Bench(tier_wait_ms=60_000), dict[str, Any]()
+    bench.keep(prompt(A))
+    pipeline = bench.serving._pipeline("")
+    slow = SimpleNamespace(poll=lambda: False)
+    pipeline.fetch = lambda tokens, options: slow
+    ask = bench.ask(prompt(A), name="slow")
+    out["first"] = bench.serving.look(ask)
+    out["again"] = bench.serving.look(ask)
+    slow.poll = lambda: True
+    out["brought"] = bench.serving.look(ask)
+    slow.poll = lambda: False
+    bench.serving.config = replace(bench.config, tier_wait_ms=0)
+    out["late"] = bench.serving.look(bench.ask(prompt(A), name="late"))
+    out["left"] = slow in pipeline._late
+    bench.serving.forget(["slow", "late"])
+    out["remembered"] = len(bench.serving._coming)
+    return out
 
 
 def adapters() -> dict[str, int]:

@@ -93,6 +93,14 @@ def test_documents_outlive_the_server_on_a_disk(blending: Engine, tmp_path: Path
     assert row["largest"] <= 2e-4
 
 
+def test_a_prompt_waits_for_lower_tiers_outside_of_the_engines_steps_and_not_for_ever(blending: Engine) -> None:
+    found, whole = blending.case("waiting"), len(prompt(A)) - 1
+    assert [found[name].waiting for name in ("first", "again", "brought", "late")] == [True, True, False, False]
+    assert [found[name].target for name in ("first", "again", "brought", "late")] == [0, 0, whole, whole]
+    assert found["left"], "what it brings is for a later prompt"
+    assert found["remembered"] == 0
+
+
 def test_case_s11_adapters_share_nothing(blending: Engine) -> None:
     """With each other, with the base, and nothing is blended for them."""
     found = blending.case("adapters")

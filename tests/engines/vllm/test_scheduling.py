@@ -59,6 +59,15 @@ def test_what_is_promised_is_loaded_when_blocks_are_there() -> None:
     assert side.step(step(going={"a": (100, 1, None)})) == ([], []), "kept once"
 
 
+def test_a_prompt_waits_while_lower_tiers_bring_its_records() -> None:
+    link = Knows(0)
+    side, asked = Scheduling(link, budget_ms=0), request("a")
+    link.found = Found(0, 0.0, waiting=True)
+    assert [side.matched(asked, 0) for _ in range(3)] == [None] * 3
+    link.found = Found(80, 0.0)
+    assert side.matched(asked, 0) == 80
+
+
 def test_at_most_all_tokens_but_the_last_are_asked_for() -> None:
     link = Knows(0)
     assert Scheduling(link, budget_ms=0).matched(request("a"), 0) == 0

@@ -32,6 +32,8 @@ class Found:
     """KV of the tokens before this one can be there before the engine computes."""
     milliseconds: float
     """What that is expected to take."""
+    waiting: bool = False
+    """Lower tiers are bringing records of this prompt: ask again in a later step. There is an end to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class Scheduling:
             return 0
         ask = replace(tracked.ask, held=held, limit=limit)
         found = self._link.look(ask)
+        if found.waiting:
+            return None
         if found.target <= held:
             return 0
         if self._budget and self._spent and self._spent + found.milliseconds > self._budget:

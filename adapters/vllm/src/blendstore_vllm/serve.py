@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blendstore import Namespace, Store
+from blendstore import Namespace, Store, Ticket
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
 from blendstore.blend.copies import sent
 from blendstore.blend.records import LeaseRecords, restore
@@ -40,6 +41,7 @@ from .telemetry import Recorder
 log = logging.getLogger("blendstore.vllm")
 # Look-ups whose plans wait to be used. An answer that comes when its request is over would stay forever.
 _REMEMBERED = 1024
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Serving:
     """What the filled prompts that aren't kept yet are made of, by request; without pins."""
     _failed: set[str] = field(init=False, default_factory=set)
     """Requests whose blocks hold nothing useful until the engine has computed them again."""
+    _coming: dict[str, tuple[Ticket | None, float]] = field(init=False, default_factory=dict)
+    """Loads from lower tiers that prompts wait for, by request, and when that ends (seconds of the monotonic clock)."""
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -90,17 +94,35 @@ class Serving:
         self.outgoing = Outgoing(self.geometry, self.kv)
 
     def look(self, ask: Ask) -> Found:
-        """How far this prompt could be filled now. Nothing is loaded, nothing stays pinned."""
+        """How far this prompt could be filled now. Nothing stays pinned but what lower tiers bring for it while
+        it waits: ``tier_wait_ms`` at most."""
         self.pending.poll()
+        ticket, end = self._coming.get(ask.name) or self._fetch(ask)
+        if ticket is not None and not ticket.poll() and time.monotonic() < end:
+            return Found(ask.held, 0.0, waiting=True)
         outlook = self._outlook(ask)
         outlook.prepared.release()
+        self._let_go(ask)
         self.metrics.event("over_budget", outlook.cut > 0 and outlook.target <= ask.held)
         if outlook.target > ask.held:
-            self._looked[ask.name] = outlook
-            while len(self._looked) > _REMEMBERED:
-                self._looked.pop(next(iter(self._looked)), None)
+            _remember(self._looked, ask.name, outlook)
         expected = 0.0 if outlook.run is None else self.budget.estimate(self._rows(outlook.run, ask))
         return Found(outlook.target, expected)
+
+    def _fetch(self, ask: Ask) -> tuple[Ticket | None, float]:
+        """Have lower tiers begin to bring what memory lacks of this prompt's records; how long that is waited for."""
+        ticket = self._pipeline(ask.lora).fetch(_tokens(ask), self._options(ask))
+        coming = (ticket, time.monotonic() + self.config.tier_wait_ms / 1e3)
+        if ticket is not None:
+            _remember(self._coming, ask.name, coming)
+        return coming
+
+    def _let_go(self, ask: Ask) -> None:
+        """What was brought is found, and what wasn't is for later prompts."""
+        ticket, _ = self._coming.get(ask.name, (None, 0.0))
+        if ticket is not None:
+            self._pipeline(ask.lora).leave(ticket)
+            self._coming[ask.name] = (None, 0.0)
 
     def fill(self, load: Load) -> list[int]:
         """Put the promised KV into the request's blocks. Returns the blocks that could not be filled: the engine has
@@ -154,6 +176,7 @@ class Serving:
         """These requests are over."""
         for name in names:
             self._looked.pop(name, None)
+            self._coming.pop(name, None)
             self._done.pop(name, None)
             self._failed.discard(name)
 
@@ -193,7 +216,7 @@ class Serving:
         # Adapters change the layers, and the runner has the base's.
         blend = self.model is not None and not ask.lora
         prepared = self._pipeline(ask.lora).prepare(
-            _tokens(ask), self._options(ask), engine_prefix=ask.held, blend=blend
+            _tokens(ask), self._options(ask), engine_prefix=ask.held, blend=blend, fetch=False
         )
         try:
             return self._limited(prepared, ask, blend=blend, admitted=admitted)
@@ -305,6 +328,13 @@ class Serving:
         self.metrics.event("cut", bool(served.cut))
         self.metrics.store(self.store)
         log.info("blendstore: %s", served.line())
+
+
+def _remember(known: dict[str, T], name: str, value: T) -> None:
+    """The latest ones, up to a limit."""
+    known[name] = value
+    while len(known) > _REMEMBERED:
+        known.pop(next(iter(known)), None)
 
 
 def _tokens(ask: Ask) -> NDArray[np.uint32]:
