@@ -20,7 +20,7 @@ help: ## list the targets
 demo: build models ## set up everything and run the main job: multi-document QA on a real small model
 	$(PY) -m blendstore.bench.demo --json out/demo.json --plot out/demo.png
 
-test: lint test-rust test-loom test-python ## set up everything, check style and types, run every test but those of the serving engines
+test: lint test-rust test-loom test-python test-vllm test-sglang ## set up everything, check style and types, run every test
 
 setup: $(VENV)/.ready ## make the virtual environment
 

@@ -196,6 +196,9 @@ class BlendingCache:
                 held = -1
             else:
                 held_blended, blended = -1, None
+        elif held_blended - held < serving.config.blend_min_tokens:
+            # What is computed behind blended KV counts as blended: so short a lead isn't worth that.
+            held_blended = min(held_blended, held)
         seen = (held, held_blended, limit, serving.epoch)
         if progress.seen != seen:
             progress.outlook = progress.looked = progress.done = None
