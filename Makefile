@@ -75,14 +75,13 @@ test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of
 test-python: build models models-gemma services ## every Python test, real models and real servers included
 	$(PY) -m pytest -q
 
-test-sglang: models models-gemma ## the real SGLang on a CPU, every supported version in an environment of its own
-	$(MAKE) --no-print-directory --output-sync=target -j2 $(SGLANG:%=test-sglang-%)
+test-sglang: $(SGLANG:%=test-sglang-%) ## the real SGLang on a CPU, every supported version in an environment of its own
 
 test-sglang-%: .venv-sglang-%/.ready models models-gemma
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
 	  .venv-sglang-$*/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang
 
-.PRECIOUS: .venv-sglang-%/.ready
+.PRECIOUS: .venv-sglang-%/.ready .venv-vllm-%/.ready
 # What the project's own environment has is not installed again: the paths of that one come after.
 .venv-sglang-%/.ready: requirements/sglang-%.txt requirements/sglang-common.txt adapters/sglang/pyproject.toml $(VENV)/.ready
 	test -x .venv-sglang-$*/bin/python || $(PYTHON) -m venv .venv-sglang-$*
@@ -92,7 +91,7 @@ test-sglang-%: .venv-sglang-%/.ready models models-gemma
 	.venv-sglang-$*/bin/python -m pip install -q --no-deps --no-build-isolation -e adapters/sglang
 	@touch $@
 
-test-vllm: $(VLLM:%=test-vllm-%) ## the real vLLM on a CPU, in an environment of its own
+test-vllm: $(VLLM:%=test-vllm-%) ## the real vLLM on a CPU, every supported version in an environment of its own
 
 test-vllm-%: .venv-vllm-%/.ready models
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 \

@@ -4,7 +4,7 @@
 //! s, recomputed tokens all; `V_t += strength · Σ weight · moved V_s / (Σ weight + still)`, and K_t alike, with the
 //! rotation taken out of what moved and that of t put in. Cosines are of the cached values, in every head by itself.
 //!
-//! Columns are gathered first, as their cached rows are corrected too. Then threads take blocks of [`BLOCK`] rows: weights
+//! Columns are gathered first, as their cached rows are corrected too. Then threads take blocks of `BLOCK` rows: weights
 //! are one matrix product of a block and the columns, what is added is another of the weights and what moved.
 
 mod block;
@@ -160,6 +160,9 @@ impl Drift {
     /// Lengths that don't fit together; nothing has changed then.
     pub fn carry(&self, layer: Layer<'_>, threads: usize) -> Result<(), Refused> {
         self.check(&layer)?;
+        if self.spans.is_empty() {
+            return Ok(());
+        }
         let (heads, row) = (layer.heads, layer.heads * layer.dim);
         let gathered = Gathered::new(&self.settings, &self.selected, &layer);
         // Made by the thread that needs it first, for all.
@@ -276,7 +279,7 @@ impl Drift {
     }
 }
 
-/// Up to [`BLOCK`] rows of one document, from position `start` on, all heads.
+/// Up to `BLOCK` rows of one document, from position `start` on, all heads.
 struct Block<'a> {
     document: usize,
     start: usize,
