@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 import httpx
 import torch
 
-from blendstore.bench import models
+from blendstore.bench import models, report
 from blendstore.bench.progress import Progress
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -124,7 +125,7 @@ class Server:
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def measure(servers: tuple[Server, Server], args: argparse.Namespace) -> list[tuple[Sample, Sample]]:
@@ -147,13 +148,13 @@ def row(name: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
     """Medians of both and of their quotient, with its interval."""
     ratios = [a / b for a, b in pairs]
     drawn = random.Random(0)
-    means = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
+    medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {
         "what": name,
         "blendstore": statistics.median(a for a, _ in pairs),
         "plain": statistics.median(b for _, b in pairs),
         "ratio": statistics.median(ratios),
-        "ratio_ci": [means[50], means[-51]],
+        "ratio_ci": [medians[50], medians[-51]],
     }
 
 
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--null", action="store_true", help="compare two plain servers")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
+    report.check_target(args.json)
     servers: list[Server] = []
     try:
         servers.append(Server(args, "blendstore", blending=not args.null))
@@ -198,14 +200,7 @@ def main() -> None:
             f"{low:.3f}-{high:.3f}"
         )
     if args.json:
-        result = {
-            "command": sys.argv,
-            "versions": {name: version(name) for name in (args.engine, "torch", "blendstore")},
-            "pairs": len(pairs),
-            "rows": rows,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        report.write_json(args.json, rows, pairs=len(pairs), **{args.engine: version(args.engine)})
 
 
 if __name__ == "__main__":

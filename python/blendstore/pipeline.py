@@ -198,7 +198,7 @@ class Pipeline:
             return prepared
         blend = blend and self._config.enable_blending
         try:
-            ticket = self.fetch(tokens, options) if fetch else None
+            ticket = self._fetch(namespace, tokens, segmentation.bounds) if fetch else None
             if ticket is not None:
                 ticket.wait(self._config.tier_wait_ms / 1e3)
                 self.leave(ticket)
@@ -221,9 +221,13 @@ class Pipeline:
     def fetch(self, tokens: Tokens, options: RequestOptions) -> Ticket | None:
         """Have lower tiers begin to bring what memory lacks of the prompt's records, which stay in memory while the
         ticket lives; None where nothing lies below memory, or nothing is wanted."""
-        if not self._store.tiers or not options.reuse or not len(tokens):
+        if not options.reuse or not len(tokens):
             return None
-        namespace, bounds = self.namespace(options), self.segment(tokens).bounds
+        return self._fetch(self.namespace(options), tokens, self.segment(tokens).bounds)
+
+    def _fetch(self, namespace: Namespace, tokens: Tokens, bounds: NDArray[np.int64]) -> Ticket | None:
+        if not self._store.tiers:
+            return None
         keys = namespace.segment_keys(tokens, bounds, chunk_size=self._config.chunk_size, head=True)
         return self._store.prefetch(namespace, keys)
 

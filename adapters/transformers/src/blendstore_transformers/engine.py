@@ -33,7 +33,7 @@ from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import settings
 from blendstore.tiers import Payload, open_store
 
-from .model import TransformersModel, UnsupportedModel, forward, layers_of, plain_geometry, quality, steady_length
+from .model import TransformersModel, UnsupportedModel, forward, layers_of, measure_of, plain_geometry, steady_length
 from .weights import identity
 
 log = logging.getLogger("blendstore.transformers")
@@ -139,7 +139,7 @@ class Engine:
             log.warning("%s: not measured, as there is no tokenizer for the guard's prose", ", ".join(keys))
             return config
         ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
-        config, self.verdicts = guard.guarded(config, quality(self._model, ids))
+        config, self.verdicts = guard.guarded(config, measure_of(self._model, ids))
         self.counters["codec_fallbacks"] += sum(not verdict.kept for verdict in self.verdicts)
         return config
 

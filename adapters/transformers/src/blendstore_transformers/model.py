@@ -219,16 +219,12 @@ def layers_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.inference_mode()
-def quality(loaded: PreTrainedModel, ids: Sequence[int]) -> guard.Measure:
+def measure_of(loaded: PreTrainedModel, ids: Sequence[int]) -> guard.Measure:
     """How far answers move when the KV of ``ids`` but for the last `guard.FORCED` is coded: the guard's measure."""
     before, forced = ids[: -guard.FORCED], ids[-guard.FORCED :]
     cache = DynamicCache()
     forward(loaded, cache, before, 0)
-    layers = [torch.stack(pair) for pair in layers_of(cache)]
-    if not layers or any(layer.shape != layers[0].shape for layer in layers):
-        # Layers of different shapes have no records of one format.
-        return lambda code: 0.0
-    kv = torch.stack(layers)
+    kv = torch.stack([torch.stack(pair) for pair in layers_of(cache)])
 
     @torch.inference_mode()
     def answered(kv: Tensor) -> Tensor:
