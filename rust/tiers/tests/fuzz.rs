@@ -165,6 +165,7 @@ fn seal(bytes: &mut [u8]) {
 fn fuzz_what_reads_bytes_of_anybodys() {
     frames();
     segments();
+    urls();
 }
 
 fn frames() {
@@ -266,7 +267,6 @@ fn segments() {
 }
 
 /// Whatever a URL says, it is answered, and what stands where a password does is never repeated.
-#[test]
 fn urls() {
     let mut random = Random::new("urls");
     let seeds = [
