@@ -12,7 +12,7 @@ SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare test-remote bench-remote services quality docs clean
+.PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-engines test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare test-remote bench-remote services quality docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +20,9 @@ help: ## list the targets
 demo: build models ## set up everything and run the main job: multi-document QA on a real small model
 	$(PY) -m blendstore.bench.demo --json out/demo.json --plot out/demo.png
 
-test: lint test-rust test-loom test-python test-vllm test-sglang ## set up everything, check style and types, run every test
+test: lint test-rust test-loom test-python ## set up everything, check style and types, run every test but those in serving engines
+
+test-engines: test-vllm test-sglang ## every test in real servers of vLLM and SGLang, two versions each (some 40 minutes)
 
 setup: $(VENV)/.ready ## make the virtual environment
 
