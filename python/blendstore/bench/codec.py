@@ -149,7 +149,7 @@ def measure(name: str, args: argparse.Namespace, levels: list[int], progress: Pr
         elements = sum(prompt.kv.numel() for prompt in test)
         bits = sum(one.bits for one in coded) / elements
         entropies = [one.entropy_bits for one in coded if one.entropy_bits is not None]
-        divergence = bootstrap.ratio([kl for kl, _ in results], [1.0] * len(results))
+        divergence = bootstrap.mean([kl for kl, _ in results])
         kl = divergence.value
         if tables and args.write_tables and kl <= args.max_kl and bits < least:
             least = bits

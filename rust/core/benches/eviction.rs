@@ -2,29 +2,8 @@
 //!
 //! `cargo bench -p blendstore-core --bench eviction`. Between two evictions one chunk in four is used, so that every policy has something to learn and to move.
 
-use std::cell::Cell;
-
-use blendstore_core::eviction::{Arrival, Heat, PolicyKind};
+use blendstore_core::eviction::{Arrival, PolicyKind, Uses};
 use criterion::{Criterion, criterion_group, criterion_main};
-
-struct Uses {
-    hits: Vec<Cell<u32>>,
-    touched: Vec<Cell<u64>>,
-}
-
-impl Heat for Uses {
-    fn hits(&self, slot: u32) -> u32 {
-        self.hits[slot as usize].get()
-    }
-
-    fn set_hits(&self, slot: u32, hits: u32) {
-        self.hits[slot as usize].set(hits);
-    }
-
-    fn touched(&self, slot: u32) -> u64 {
-        self.touched[slot as usize].get()
-    }
-}
 
 /// xorshift64.
 struct Draws(u64);
@@ -44,14 +23,10 @@ fn evict_and_insert(c: &mut Criterion) {
         for bits in [12, 16, 20] {
             let slots = 1_u32 << bits;
             let mut policy = kind.build(slots as usize);
-            let uses = Uses {
-                hits: vec![Cell::new(0); slots as usize],
-                touched: vec![Cell::new(0); slots as usize],
-            };
+            let uses = Uses::new(slots as usize, kind.hit_cap());
             let (mut now, mut draws) = (0, Draws(0x9e37_79b9));
             let enter = |slot: u32, now: u64, draws: &mut Draws| {
-                uses.touched[slot as usize].set(now);
-                uses.hits[slot as usize].set(0);
+                uses.enter(slot, now);
                 Arrival {
                     // Some come back.
                     fingerprint: draws
@@ -71,9 +46,8 @@ fn evict_and_insert(c: &mut Criterion) {
                 b.iter(|| {
                     now += 1_000_000;
                     if draws.next(4) == 0 {
-                        let slot = draws.next(u64::from(slots)) as usize;
-                        uses.touched[slot].set(now);
-                        uses.hits[slot].set((uses.hits[slot].get() + 1).min(kind.hit_cap()));
+                        let slot = draws.next(u64::from(slots)) as u32;
+                        uses.hit(slot, now);
                     }
                     let slot = policy.pop(&uses).expect("never empty");
                     policy.insert(slot, &enter(slot, now, &mut draws), &uses);

@@ -4,11 +4,10 @@
 //! which pins what is found and stamps it; room for the rest is taken, leaf by leaf; then the rest is published. A chunk
 //! hits only if those before it in its chain do. [`clairvoyant`] knows the future instead.
 
-use std::cell::Cell;
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Result};
-use crate::eviction::{Arrival, Cost, Heat, PolicyKind};
+use crate::eviction::{Arrival, Cost, PolicyKind, Uses};
 
 /// No chunk, no slot.
 pub const NONE: u32 = u32::MAX;
@@ -105,11 +104,6 @@ impl Trace {
         Ok(())
     }
 
-    /// Tokens of all chunks, each once.
-    pub fn distinct_tokens(&self) -> u64 {
-        self.tokens.iter().map(|&tokens| u64::from(tokens)).sum()
-    }
-
     fn requests(&self) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
         let ranges = self.starts.windows(2).map(|pair| pair[0]..pair[1]);
         self.times.iter().copied().zip(ranges)
@@ -141,37 +135,13 @@ impl Trace {
     }
 }
 
-/// Use of chunks, by slot.
-struct Uses {
-    hits: Vec<Cell<u32>>,
-    touched: Vec<Cell<u64>>,
-}
-
-impl Heat for Uses {
-    fn hits(&self, slot: u32) -> u32 {
-        self.hits[slot as usize].get()
-    }
-
-    fn set_hits(&self, slot: u32, hits: u32) {
-        self.hits[slot as usize].set(hits);
-    }
-
-    fn touched(&self, slot: u32) -> u64 {
-        self.touched[slot as usize].get()
-    }
-}
-
 /// Runs a policy over the trace with room for `capacity` tokens. Chunks larger than a chunk's `full` tokens don't exist.
 pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> Outcome {
     let chunks = trace.tokens.len();
     let full = trace.tokens.iter().copied().max().unwrap_or(1);
     let mut policy = kind.build(chunks);
-    let cap = kind.hit_cap();
     // A chunk's slot is its own number: slots are a store's business, and policies don't care for which they get.
-    let uses = Uses {
-        hits: vec![Cell::new(0); chunks],
-        touched: vec![Cell::new(0); chunks],
-    };
+    let uses = Uses::new(chunks, kind.hit_cap());
     let mut slots: Vec<Slot> = vec![Slot::default(); chunks];
     let (mut used, mut outcome) = (0_u64, Outcome::default());
     let (mut fresh, mut parked) = (Vec::new(), Vec::new());
@@ -183,9 +153,7 @@ pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> 
             let block = trace.blocks[at] as usize;
             if slots[block].resident {
                 slots[block].pinned = true;
-                let touched = &uses.touched[block];
-                touched.set(touched.get().max(now));
-                uses.hits[block].set((uses.hits[block].get() + 1).min(cap));
+                uses.hit(trace.blocks[at], now);
             }
         }
         'access: for at in range.clone() {
@@ -231,8 +199,7 @@ pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> 
         for at in fresh.drain(..) {
             let block = trace.blocks[at];
             let parent = trace.parents[block as usize];
-            uses.touched[block as usize].set(time + at as u64 - range.start as u64);
-            uses.hits[block as usize].set(0);
+            uses.enter(block, time + at as u64 - range.start as u64);
             if parent != NONE {
                 let above = &mut slots[parent as usize];
                 above.children += 1;

@@ -17,6 +17,9 @@ mod lru;
 mod reuse;
 mod s3fifo;
 mod sieve;
+mod uses;
+
+pub use uses::Uses;
 
 /// How chunks were used; updated by hits at any time.
 pub trait Heat {

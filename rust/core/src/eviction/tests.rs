@@ -1,6 +1,5 @@
 //! Every policy against a naive model that recomputes its choice from the whole history.
 
-use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 
 use proptest::prelude::*;
@@ -8,48 +7,6 @@ use proptest::prelude::*;
 use super::*;
 
 const SLOTS: usize = 24;
-
-/// Use of slots, as the chunk table keeps it.
-struct Uses {
-    hits: RefCell<[u32; SLOTS]>,
-    touched: RefCell<[u64; SLOTS]>,
-    cap: u32,
-}
-
-impl Uses {
-    fn new(cap: u32) -> Self {
-        Self {
-            hits: RefCell::new([0; SLOTS]),
-            touched: RefCell::new([0; SLOTS]),
-            cap,
-        }
-    }
-
-    fn hit(&self, slot: u32, now: u64) {
-        self.touched.borrow_mut()[slot as usize] = now;
-        let hits = &mut self.hits.borrow_mut()[slot as usize];
-        *hits = (*hits + 1).min(self.cap);
-    }
-
-    fn start(&self, slot: u32, now: u64) {
-        self.touched.borrow_mut()[slot as usize] = now;
-        self.hits.borrow_mut()[slot as usize] = 0;
-    }
-}
-
-impl Heat for Uses {
-    fn hits(&self, slot: u32) -> u32 {
-        self.hits.borrow()[slot as usize]
-    }
-
-    fn set_hits(&self, slot: u32, hits: u32) {
-        self.hits.borrow_mut()[slot as usize] = hits;
-    }
-
-    fn touched(&self, slot: u32) -> u64 {
-        self.touched.borrow()[slot as usize]
-    }
-}
 
 /// Slots stand for keys.
 fn arrival(slot: u32) -> Arrival {
@@ -260,13 +217,16 @@ impl Model for NaiveS3 {
 /// Runs both over the same steps, each with uses of its own, and compares every choice.
 fn compare(kind: PolicyKind, mut model: impl Model, steps: &[Step]) -> Result<(), TestCaseError> {
     let mut policy = kind.build(SLOTS);
-    let (uses, model_uses) = (Uses::new(kind.hit_cap()), Uses::new(kind.hit_cap()));
+    let (uses, model_uses) = (
+        Uses::new(SLOTS, kind.hit_cap()),
+        Uses::new(SLOTS, kind.hit_cap()),
+    );
     let mut inside = [false; SLOTS];
     for (now, step) in (1..).zip(steps) {
         match *step {
             Step::Insert(slot) if !inside[slot as usize] => {
-                uses.start(slot, now);
-                model_uses.start(slot, now);
+                uses.enter(slot, now);
+                model_uses.enter(slot, now);
                 policy.insert(slot, &arrival(slot), &uses);
                 model.insert(slot, &model_uses);
                 inside[slot as usize] = true;
@@ -324,12 +284,12 @@ proptest! {
     #[test]
     fn lfu_evicts_a_least_used_one(steps in steps()) {
         let mut policy = PolicyKind::Lfu.build(SLOTS);
-        let uses = Uses::new(PolicyKind::Lfu.hit_cap());
+        let uses = Uses::new(SLOTS, PolicyKind::Lfu.hit_cap());
         let mut inside = [false; SLOTS];
         for (now, step) in (1..).zip(steps) {
             match step {
                 Step::Insert(slot) if !inside[slot as usize] => {
-                    uses.start(slot, now);
+                    uses.enter(slot, now);
                     policy.insert(slot, &arrival(slot), &uses);
                     inside[slot as usize] = true;
                 }
@@ -377,9 +337,9 @@ fn names() {
 fn scans_pass_by() {
     for kind in [PolicyKind::S3Fifo, PolicyKind::Sieve, PolicyKind::Lfu] {
         let mut policy = kind.build(SLOTS);
-        let uses = Uses::new(kind.hit_cap());
+        let uses = Uses::new(SLOTS, kind.hit_cap());
         for slot in 0..10 {
-            uses.start(slot, 0);
+            uses.enter(slot, 0);
             policy.insert(slot, &arrival(slot), &uses);
         }
         for now in 1..4 {

@@ -1,52 +1,12 @@
 //! Choices against a full search, and behaviour on what it is for.
 
-use std::cell::Cell;
-
 use proptest::prelude::*;
 
+use super::super::Uses;
 use super::*;
 
 const SLOTS: usize = 32;
 const SECOND: u64 = 1_000_000_000;
-
-struct Uses {
-    hits: Vec<Cell<u32>>,
-    touched: Vec<Cell<u64>>,
-}
-
-impl Uses {
-    fn new(slots: usize) -> Self {
-        Self {
-            hits: vec![Cell::new(0); slots],
-            touched: vec![Cell::new(0); slots],
-        }
-    }
-
-    fn start(&self, slot: u32, now: u64) {
-        self.touched[slot as usize].set(now);
-        self.hits[slot as usize].set(0);
-    }
-
-    fn hit(&self, slot: u32, now: u64) {
-        self.touched[slot as usize].set(now);
-        let hits = &self.hits[slot as usize];
-        hits.set((hits.get() + 1).min(CAP));
-    }
-}
-
-impl Heat for Uses {
-    fn hits(&self, slot: u32) -> u32 {
-        self.hits[slot as usize].get()
-    }
-
-    fn set_hits(&self, slot: u32, hits: u32) {
-        self.hits[slot as usize].set(hits);
-    }
-
-    fn touched(&self, slot: u32) -> u64 {
-        self.touched[slot as usize].get()
-    }
-}
 
 fn arrival(key: u64) -> Arrival {
     Arrival {
@@ -87,14 +47,14 @@ proptest! {
     #[test]
     fn the_victim_is_the_least_worth_of_all(steps in steps()) {
         let mut policy = Adaptive::new(SLOTS);
-        let uses = Uses::new(SLOTS);
+        let uses = Uses::new(SLOTS, CAP);
         let mut inside = [false; SLOTS];
         let mut now = 0;
         for (step, later) in steps {
             now += later;
             match step {
                 Step::Insert(slot, key) if !inside[slot as usize] => {
-                    uses.start(slot, now);
+                    uses.enter(slot, now);
                     policy.insert(slot, &arrival(key), &uses);
                     inside[slot as usize] = true;
                 }
@@ -140,9 +100,9 @@ proptest! {
 #[test]
 fn newcomers_go_by_age() {
     let mut policy = Adaptive::new(8);
-    let uses = Uses::new(8);
+    let uses = Uses::new(8, CAP);
     for slot in 0..8 {
-        uses.start(slot, u64::from(slot) * 10 * SECOND);
+        uses.enter(slot, u64::from(slot) * 10 * SECOND);
         policy.insert(
             slot,
             &Arrival {
@@ -161,9 +121,9 @@ fn newcomers_go_by_age() {
 #[test]
 fn a_chunk_that_comes_back_is_known() {
     let mut policy = Adaptive::new(4);
-    let uses = Uses::new(4);
+    let uses = Uses::new(4, CAP);
     for round in 0..6_u64 {
-        uses.start(0, round * SECOND);
+        uses.enter(0, round * SECOND);
         policy.insert(0, &arrival(5), &uses);
         assert_eq!(policy.facts[0].past.uses, round as u8);
         assert_eq!(policy.pop(&uses), Some(0));
