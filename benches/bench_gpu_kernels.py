@@ -2,14 +2,23 @@
 
 ``python benches/bench_gpu_kernels.py [--tokens N] [--json FILE]``. Times are medians of single launches by CUDA events.
 `bench_blend_gpu.py` runs this too, and says what the whole costs.
+
+``--sweep attention`` times the tiles of `SWEEP` instead, on the rows of a blended prompt of 15,066 tokens, and is done
+within 45 seconds: tiles are compiled and checked in processes of their own first, and one that fails, or isn't there in
+time, is left out with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +40,13 @@ DRIFT_TILES = (
     Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 2),
     Tile(64, 32, 4, 2), Tile(64, 32, 4, 3), Tile(64, 64, 8, 2),
 )  # fmt: skip
+SWEEP = (
+    Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(128, 32, 8, 4),
+    Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 128, 4, 2),
+    Tile(64, 32, 4, 4), Tile(64, 64, 8, 3),
+)  # fmt: skip
+SWEPT_TOKENS = 15_066
+SWEEP_SECONDS, COMPILE_SECONDS = 45.0, 28.0
 Row = dict[str, Any]
 
 
@@ -157,6 +173,119 @@ def measure(tokens: int) -> list[Row]:
     return [*attention_rows(tokens), *row_kernels(tokens), *host_reads()]
 
 
+def swept_shapes() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and positions of the rows that a blended prompt attends with."""
+    make = torch.Generator(device="cuda").manual_seed(5)
+
+    def queries(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.randn(len(positions), HEADS, DIM, device="cuda", generator=make, dtype=torch.bfloat16)
+        return q, positions
+
+    picked = torch.randperm(SWEPT_TOKENS, generator=make, device="cuda")
+    return {
+        "2350 rows": queries(picked[:2350].sort().values),
+        "1550 rows": queries(picked[:1550].sort().values),
+        "last 64 rows": queries(torch.arange(SWEPT_TOKENS - 64, SWEPT_TOKENS, device="cuda")),
+        "last row": queries(torch.arange(SWEPT_TOKENS - 1, SWEPT_TOKENS, device="cuda")),
+        "all rows": queries(torch.arange(SWEPT_TOKENS, device="cuda")),
+    }
+
+
+def swept_keys() -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as they lie in the working KV."""
+    make = torch.Generator(device="cuda").manual_seed(6)
+    kv = torch.randn(2, SWEPT_TOKENS, KV_HEADS, DIM, device="cuda", generator=make, dtype=torch.bfloat16)
+    return kv[0], kv[1]
+
+
+def furthest(q: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> float:
+    """The largest difference of a sample of the rows from attention in float32."""
+    sample = torch.linspace(0, len(positions) - 1, 24, device="cuda").long()
+    rows = q[sample].float().view(-1, KV_HEADS, HEADS // KV_HEADS, DIM)
+    logits = torch.einsum("nkgd,tkd->nkgt", rows, k.float()) * DIM**-0.5
+    unseen = torch.arange(len(k), device="cuda") > positions[sample, None]
+    weights = logits.masked_fill_(unseen[:, None, None], -torch.inf).softmax(-1)
+    wanted = torch.einsum("nkgt,tkd->nkgd", weights, v.float()).reshape(len(sample), HEADS, DIM)
+    return float((out[sample].float() - wanted).abs().max())
+
+
+def prepare(tile: Tile) -> str:
+    """Compile and check a tile, in a process of its own. Returns what is wrong with it."""
+    try:
+        triton_attention.TILES[DIM] = [tile]
+        k, v = swept_keys()
+        shapes = swept_shapes()
+        for what in ("2350 rows", "last 64 rows"):
+            q, positions = shapes[what]
+            far = furthest(q, positions, k, v, attend(q, k, v, positions, scale=DIM**-0.5)[0])
+            if not far < 0.02:
+                return f"{what}: {far} off"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def sweep_attention(save: Callable[[list[Row]], None]) -> list[Row]:
+    """All tiles on all shapes; ``save`` gets what there is when the time is up, and the process ends then."""
+    rows: list[Row] = []
+
+    pool = ProcessPoolExecutor(len(SWEEP), mp_context=multiprocessing.get_context("spawn"))
+
+    def stop_compiling() -> None:
+        for process in list(pool._processes.values()):
+            process.kill()
+
+    def give_up() -> None:
+        stop_compiling()
+        save(rows)
+        show(rows)
+        os._exit(3)
+
+    started = time.monotonic()
+    alarm = threading.Timer(SWEEP_SECONDS, give_up)
+    alarm.daemon = True
+    alarm.start()
+    states: list[Future[str]] = [pool.submit(prepare, tile) for tile in SWEEP]
+    k, v = swept_keys()
+    shapes = swept_shapes()
+    whole_q, whole_k, whole_v = (t.transpose(0, 1)[None] for t in (shapes["all rows"][0], k, v))
+    spent = milliseconds(
+        lambda: F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True, enable_gqa=True), 5
+    )
+    work = 2 * HEADS * DIM * SWEPT_TOKENS**2
+    rows.append({"what": "all rows: torch SDPA", "ms": spent, "tflops": work / spent / 1e9})
+    for tile, state in zip(SWEEP, states, strict=True):
+        try:
+            wrong = state.result(max(0.1, started + COMPILE_SECONDS - time.monotonic()))
+        except Exception as error:
+            wrong = f"not compiled in time: {type(error).__name__}"
+        if wrong:
+            rows.append({"what": f"{tile}: {wrong}"})
+    # Nothing is timed while another process is at work.
+    stop_compiling()
+    good = [tile for tile, state in zip(SWEEP, states, strict=True) if state.done() and not _failed(state)]
+    for what, (q, positions) in shapes.items():
+        work = 4 * HEADS * DIM * int((positions + 1).sum())
+        for tile in good:
+            triton_attention.TILES[DIM] = [tile]
+            call = partial(attend, q, k, v, positions, scale=DIM**-0.5)
+            far = furthest(q, positions, k, v, call()[0])
+            spent = milliseconds(call, 5 if what == "all rows" else 15)
+            text = f"{what}: {tile.rows}x{tile.keys} warps {tile.warps} stages {tile.stages}"
+            rows.append({"what": text, "ms": spent, "off": far, "tflops": work / spent / 1e9})
+    q, positions = (t[-32:].contiguous() for t in shapes["last 64 rows"])
+    normaliser = attend(q, k, v, positions, scale=DIM**-0.5)[1]
+    into = torch.zeros(SWEPT_TOKENS, device="cuda")
+    spent = milliseconds(lambda: add_scores(q, k, positions, normaliser, into, scale=DIM**-0.5, reduce="max"))
+    rows.append({"what": "scores of 32 rows", "ms": spent})
+    alarm.cancel()
+    return rows
+
+
+def _failed(state: Future[str]) -> bool:
+    return state.exception() is not None or bool(state.result())
+
+
 def show(rows: list[Row]) -> None:
     """Print the table."""
     for row in rows:
@@ -165,18 +294,24 @@ def show(rows: list[Row]) -> None:
             for key, unit in (("layers_ms", "ms for all layers"), ("tflops", "TFLOP/s"), ("gb_s", "GB/s"))
             if key in row
         )
-        print(f"{row['what']:<76}{row['ms']:10.3f} ms{rate}", flush=True)
+        spent = f"{row['ms']:10.3f} ms" if "ms" in row else "  left out"
+        print(f"{row['what']:<76}{spent}{rate}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=15_360)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--sweep", choices=("attention",), help="time the tiles of `SWEEP` only")
     args = parser.parse_args()
-    rows = measure(args.tokens)
+
+    def save(rows: list[Row]) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+    rows = sweep_attention(save) if args.sweep else measure(args.tokens)
+    save(rows)
     show(rows)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -326,10 +326,13 @@ def start(args: argparse.Namespace, model: Path, backend: str, port: int) -> Any
 
     tokens = 6 * (args.documents + 1) * (args.document_length + 64)
     flags: dict[str, Any] = {
-        "model_path": str(model), "load_format": "dummy", "grammar_backend": "none", "disable_cuda_graph": True,
+        "model_path": str(model), "load_format": "dummy", "grammar_backend": "none",
         "skip_tokenizer_init": True, "max_total_tokens": tokens, "context_length": 65536, "log_level": "info",
         "sampling_backend": "pytorch", "chunked_prefill_size": 32768, "max_prefill_tokens": 65536, "port": port,
         "radix_cache_backend": backend,
+        # Answers come one at a time: one graph is all that decoding them needs.
+        **({"cuda_graph_bs_decode": [1]} if args.decode_graphs else {"disable_cuda_graph": True}),
+        "disable_prefill_cuda_graph": True,
     }  # fmt: skip
     if args.device == "cpu":
         flags |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "mem_fraction_static": 0.5}
@@ -553,6 +556,7 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
     add("--tokens", type=int, default=257, help="of each answer when nothing is shared (default: 257)")
     add("--only", choices=["nothing-shared"], help="measure no more than that")
+    add("--decode-graphs", action="store_true", help="decode by CUDA graphs (default: eager)")
     add("--store-gib", type=float, default=16.0, help="memory of the store (default: 16)")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=255.0, help="no new pair of servers' prompts after that (default: 255)")

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,8 +90,9 @@ class Bench:
                 "about": self.about,
                 "query": self.queries,
                 "kv": self.compare,
-                "nothing shared": self.nothing_shared,
                 "parts": self.parts,
+                # Its new documents drive those of the other stages out of the store.
+                "nothing shared": self.nothing_shared,
                 "end": self.about,
             }
             for name, stage in stages.items():
@@ -200,7 +202,8 @@ class Bench:
 
     def nothing_shared(self, blending: Remote, plain: Remote) -> dict[str, Any]:
         """Time to the first token, and of each further one, of new prompts that both engines are asked in turn."""
-        pairs: dict[str, list[tuple[float, float]]] = {"ttft": [], "token": []}
+        pairs: dict[str, list[tuple[float, float]]] = {"ttft": [], "token": [], "token, mean": []}
+        slowest: dict[str, list[Any]] = {"plain": [], "blendstore": []}
         for number in range(self.args.pairs + 1):  # the first pair is not counted
             if number > 4 and not self.in_time(0.9):
                 told(f"nothing shared: {number - 1} pairs instead of {self.args.pairs}, the time is short")
@@ -213,8 +216,11 @@ class Bench:
             if number:
                 pairs["ttft"].append((found["plain"]["first_ms"], found["blendstore"]["first_ms"]))
                 pairs["ttft"].append((first["plain"], first["blendstore"]))
-                pairs["token"].append((found["plain"]["each_ms"], found["blendstore"]["each_ms"]))
-        out = {}
+                for name, key in (("token", "each_ms"), ("token, mean", "mean_ms")):
+                    pairs[name].append((found["plain"][key], found["blendstore"][key]))
+                for name, known in slowest.items():
+                    known.append(found[name]["slowest"])
+        out: dict[str, Any] = {"slowest": slowest}
         for name, values in pairs.items():
             out[name] = {
                 "plain_ms": statistics.median(a for a, _ in values),
@@ -365,7 +371,8 @@ class Worker:
         parts: bool = False,
     ) -> dict[str, Any]:
         """``ms`` until the answer of ``tokens`` tokens is here, ``first_ms`` until the first is, ``each_ms`` of those
-        after it, and the tokens that were ``cached``. ``keep`` names the prompt's KV for `difference`."""
+        after it (median; also ``mean_ms``, and the ``slowest`` with their places), and the tokens that were ``cached``.
+        ``keep`` names the prompt's KV for `difference`."""
         from vllm import SamplingParams
 
         extra = {} if options is None else {"extra_args": {"kv_transfer_params": {"blendstore": options}}}
@@ -377,12 +384,12 @@ class Worker:
             _timed_parts(parts and self.watched, self.cuda) as told_parts,
         ):
             begin = time.perf_counter()
-            first = 0.0
+            times: list[float] = []
             engine.add_request(str(begin), {"prompt_token_ids": prompt}, sampling)
             try:
                 while engine.has_unfinished_requests():
                     for done in engine.step():
-                        first = first or time.perf_counter()
+                        times.append(time.perf_counter())
                         out = done if done.finished else out
             except Exception:
                 engine.abort_request([str(begin)])
@@ -390,12 +397,15 @@ class Worker:
             finally:
                 WATCH["keep"] = ""
             end = time.perf_counter()
+        steps = [b - a for a, b in pairwise(times)] or [0.0]
         if self.watched:
             self.settle()
         return {
             "ms": (end - begin) * 1e3,
-            "first_ms": (first - begin) * 1e3,
-            "each_ms": (end - first) * 1e3 / max(tokens - 1, 1),
+            "first_ms": (times[0] - begin) * 1e3,
+            "each_ms": statistics.median(steps) * 1e3,
+            "mean_ms": statistics.fmean(steps) * 1e3,
+            "slowest": sorted(((step * 1e3, at) for at, step in enumerate(steps)), reverse=True)[:6],
             "cached": int(getattr(out, "num_cached_tokens", 0) or 0),
             "fill_ms": WATCH["fill_ms"],
             "parts": told_parts(),
@@ -645,7 +655,7 @@ def table(measured: dict[str, Any]) -> str:
             continue
         lines.append(f"KV, {name}: rms {max(row['rms_relative']):.1e}, max {max(row['max_relative']):.1e}")
     for name, row in measured.get("nothing shared", {}).items():
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or "ratio" not in row:
             continue
         times = f"{row['plain_ms']:.2f} -> {row['blendstore_ms']:.2f} ms"
         lines.append(f"nothing shared, {name}: {times}, ratio {row['ratio']:.4f}")

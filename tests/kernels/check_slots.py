@@ -22,22 +22,23 @@ def no_fallback() -> Iterator[None]:
     assert not fused.fallbacks
 
 
-def pool_of(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
+def pool_of(shape: tuple[int, int], dtype: torch.dtype, apart: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """With ``apart``, a head's K and V stand side by side."""
+    heads, dim = shape
+    both = torch.randn(LAYERS, SLOTS, heads, 2 * dim, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    if apart:
+        return [(layer[..., :dim], layer[..., dim:]) for layer in both]
+    return [(layer[..., :dim].contiguous(), layer[..., dim:].contiguous()) for layer in both]
 
-    def part() -> Tensor:
-        return torch.randn(SLOTS, *shape, generator=generator).to(DEVICE, dtype)
 
-    return [(part(), part()) for _ in range(LAYERS)]
-
-
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_records_of_different_lengths_are_gathered_behind_one_another(
-    shape: tuple[int, int], dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype, apart: bool
 ) -> None:
     """Bit for bit, for slots in any order, one of them twice."""
-    pool = pool_of(shape, dtype)
+    pool = pool_of(shape, dtype, apart)
     rows = SlotRows(pool)
     slots = torch.tensor([3, 9, 1, 22, 39, 0, 7, 12, 13, 3, 15], device=DEVICE)
     lengths = [4, 1, 6]
@@ -49,12 +50,13 @@ def test_records_of_different_lengths_are_gathered_behind_one_another(
         assert torch.equal(record.view(wanted.shape), wanted)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kv_is_scattered_to_its_slots_and_no_other(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_kv_is_scattered_to_its_slots_and_no_other(shape: tuple[int, int], dtype: torch.dtype, apart: bool) -> None:
     """From the middle of a blend's KV; no token at all is allowed."""
-    pool = pool_of(shape, dtype)
-    wanted = [(k.clone(), v.clone()) for k, v in pool]
+    pool = pool_of(shape, dtype, apart)
+    wanted = [(k.contiguous().clone(), v.contiguous().clone()) for k, v in pool]
     kv = torch.randn(LAYERS, 2, 9, *shape).to(DEVICE, dtype)
     slots = torch.tensor([30, 2, 17, 4, 11], device=DEVICE)
     for index, (k, v) in enumerate(wanted):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -273,12 +274,11 @@ class _Run:
         if not self._spans:
             empty = torch.empty(0, dtype=torch.int64, device=self._device)
             return Candidates(empty, empty, empty, None)
-        lengths = torch.tensor([len(span) for span in self._spans])
-        group = torch.tensor([span.group for span in self._spans]).repeat_interleave(lengths)
         positions, distance = rows_of(
             self._spans, [span.start for span in self._spans], [span.start - span.group_start for span in self._spans]
         )
-        cat = [sent(part, self._device) for part in (positions, distance, group)]
+        group = np.repeat([span.group for span in self._spans], [len(span) for span in self._spans])
+        cat = sent(torch.from_numpy(np.stack([positions, distance, group])), self._device)
         # Each rank's records have the scores of its own heads; all ranks must select by the same ones.
         stored = self._stored(records)
         kept = None if stored is None else self._model.all_reduce(sent(stored, self._device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from .fused import attempt, usable
 
 
 class SlotRows:
-    """K and V of every layer of a pool, each [slots, kv_heads, dim], which stay where they are."""
+    """K and V of every layer of a pool, each [slots, kv_heads, dim], which stay where they are. They may be views, as
+    long as a head's elements lie side by side; the kernel takes them if all have the same strides."""
 
     def __init__(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._parts = [part for pair in buffers for part in pair]
@@ -21,7 +23,7 @@ class SlotRows:
         self._row = first.shape[1:]
         self._width = first[0].numel()
         alike = all(
-            t.dtype == first.dtype and t.stride() == first.stride() and t[0].is_contiguous() and t.data_ptr() % 16 == 0
+            t.dtype == first.dtype and t.stride() == first.stride() and t.stride(2) == 1 and t.data_ptr() % 16 == 0
             for t in self._parts
         )
         self._addresses: Tensor | None = None
@@ -36,11 +38,10 @@ class SlotRows:
     def gather(self, slots: Tensor, lengths: Sequence[int], out: Tensor) -> None:
         """Records of ``lengths`` tokens, one behind the other in ``out`` (flat, contiguous), each [layers, 2, tokens,
         kv_heads, dim]; ``slots`` [sum of lengths] int64 are their tokens'."""
-        counts = torch.tensor(lengths, dtype=torch.int64)
-        starts = counts.cumsum(0) - counts
-        within = torch.arange(int(counts.sum())) - starts.repeat_interleave(counts)
-        places = (starts * len(self._parts)).repeat_interleave(counts) + within
-        table = sent(torch.stack([places, counts.repeat_interleave(counts)]), self.device)
+        counts = np.array(lengths, dtype=np.int64)
+        starts, pitches = counts.cumsum() - counts, np.repeat(counts, counts)
+        places = np.arange(counts.sum()) + np.repeat(starts * (len(self._parts) - 1), counts)
+        table = sent(torch.from_numpy(np.stack([places, pitches])), self.device)
 
         def plain() -> None:
             at = 0
@@ -89,9 +90,10 @@ class SlotRows:
         def kernel() -> None:
             from .triton_slots import move
 
+            row = self._parts[0]
             move(
-                addresses, slots, places, pitches, dense, width=self._width, stride=self._parts[0].stride(0),
-                gathers=gathers,
+                addresses, slots, places, pitches, dense, width=self._width, stride=row.stride(0), head=row.shape[2],
+                apart=row.stride(1), gathers=gathers,
             )  # fmt: skip
 
         attempt("slots", self.device, kernel, plain)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import BlendPlan, Span, SpanKind
+from ..plan import BlendPlan, Ints, Span, SpanKind
 from .blocks import uninitialised
 from .copies import CopyStream, sent
 from .fused import attempt, usable
@@ -159,9 +160,9 @@ class _Streamed:
         self._held = {chunk: records.record(chunk) for chunk in {span.chunk for span in cached}}
         self._pieces = [Piece.of(data, span, self._held[span.chunk]) for span in cached]
         moved = [span for span in cached if span.source != span.start]
-        places = rows_of(moved, [span.start for span in moved], [span.source for span in moved]).to(torch.int32)
+        places = rows_of(moved, [span.start for span in moved], [span.source for span in moved])
         self._stop = int(places.max()) + 1 if moved else 0
-        self._rows, self._sources = sent(places, geometry.device)
+        self._rows, self._sources = sent(torch.from_numpy(places.astype(np.int32)), geometry.device)
         for table in _tables(geometry):
             table.kept(max(self._stop, data.shape[2]), geometry.device)
         self._copies = CopyStream(geometry.device)
@@ -211,14 +212,15 @@ def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) 
     moved = [span for span in spans if span.source != span.start]
     if not moved:
         return []
-    target, source = rows_of(moved, [span.start for span in moved], [span.source for span in moved])
+    target, source = torch.from_numpy(rows_of(moved, [span.start for span in moved], [span.source for span in moved]))
     cos, sin = (torch.split(t.to(device), [len(span) for span in moved]) for t in table.between(source, target))
     return list(zip(moved, cos, sin, strict=True))
 
 
-def rows_of(spans: Sequence[Span], *firsts: Sequence[int]) -> Tensor:
-    """[len(firsts), rows] int64: for the rows of all ``spans`` each of these numbers of their spans, counted up within
-    the span."""
-    lengths = torch.tensor([len(span) for span in spans], dtype=torch.int64)
-    within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return torch.tensor(firsts, dtype=torch.int64).repeat_interleave(lengths, 1) + within
+def rows_of(spans: Sequence[Span], *firsts: Sequence[int]) -> Ints:
+    """``int64[len(firsts), rows]``: for the rows of all ``spans`` each of these numbers of their spans, counted up
+    within the span. By numpy, because torch would wake its threads, which takes milliseconds on a busy host."""
+    lengths = np.array([len(span) for span in spans], dtype=np.int64)
+    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    rows: Ints = np.repeat(np.array(firsts, dtype=np.int64), lengths, axis=1) + within
+    return rows

@@ -35,47 +35,59 @@ def _logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def _block(
+    X, start, nkeys, stride, MASKED: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """Rows ``start``.. of a head [BN, D]; zeros behind the last key, if masked."""
+    row, lane = tl.arange(0, BN), tl.arange(0, D)
+    at = X + tl.cast(start, tl.int64) * stride + row[:, None] * stride + lane[None, :]
+    if MASKED:
+        block = tl.load(at, mask=(start + row < nkeys)[:, None] & (lane < DIM)[None, :], other=0.0)
+    elif D != DIM:
+        block = tl.load(at, mask=(lane < DIM)[None, :], other=0.0)
+    else:
+        block = tl.load(at)
+    return block
+
+
+@triton.jit
+def _weigh(products, top, total, base):
+    """Weights of products that all rows see, times ``base`` logits in base 2: one fused multiplication a weight."""
+    higher = tl.maximum(top, tl.max(products, 1) * base)
+    weight = tl.exp2(products * base - higher[:, None])
+    keep = tl.exp2(top - higher)
+    return weight, keep, higher, total * keep + tl.sum(weight, 1)
+
+
+@triton.jit
 def _over_keys(
     out, top, total, q, position, K, V, HIDDEN, low, high, nkeys, stride_k, stride_v, scale, softcap, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Take keys ``low``..``high``-1 into the running output, maximum and sum; ``low`` is a multiple of BN."""
-    column = tl.arange(0, BN)
-    lane = tl.arange(0, D)
+    base = scale * 1.4426950408889634
     for start in range(low, high, BN):
-        key = start + column
-        far = tl.cast(start, tl.int64)
-        k_at = K + far * stride_k + column[None, :] * stride_k + lane[:, None]
-        v_at = V + far * stride_v + column[:, None] * stride_v + lane[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
-        elif D != DIM:
-            k = tl.load(k_at, mask=(lane < DIM)[:, None], other=0.0)
+        k = _block(K, start, nkeys, stride_k, MASKED, BN, D, DIM)
+        if MASKED or HIDES or SOFTCAP:
+            logits = _logits(q, tl.trans(k), scale, softcap, SOFTCAP, PRECISION)
+            key = start + tl.arange(0, BN)
+            if MASKED:
+                seen = key[None, :] <= position[:, None]
+                if WINDOWED:
+                    seen = seen & (key[None, :] > position[:, None] - window)
+                logits = tl.where(seen, logits, _UNSEEN)
+            if HIDES:
+                hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
+                logits = tl.where((hidden == 0)[None, :], logits, _UNSEEN)
+            # Multiplied before: where a row sees none of the keys, logit and maximum have to be the same to the bit.
+            weight, keep, top, total = _weigh(logits, top, total, 1.0)
         else:
-            k = tl.load(k_at)
-        logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
-        if MASKED:
-            seen = key[None, :] <= position[:, None]
-            if WINDOWED:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            logits = tl.where(seen, logits, _UNSEEN)
-        if HIDES:
-            hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
-            logits = tl.where((hidden == 0)[None, :], logits, _UNSEEN)
-        higher = tl.maximum(top, tl.max(logits, 1))
-        weight = tl.exp2(logits - higher[:, None])
-        keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(weight, 1)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            weight, keep, top, total = _weigh(products, top, total, base)
         out = out * keep[:, None]
-        if MASKED:
-            v = tl.load(v_at, mask=(key < nkeys)[:, None] & (lane < DIM)[None, :], other=0.0)
-        elif D != DIM:
-            v = tl.load(v_at, mask=(lane < DIM)[None, :], other=0.0)
-        else:
-            v = tl.load(v_at)
+        v = _block(V, start, nkeys, stride_v, MASKED, BN, D, DIM)
         out = tl.dot(weight.to(v.dtype), v, out, input_precision=PRECISION)
-        top = higher
     return out, top, total
 
 
@@ -86,9 +98,9 @@ def _attend(
     WINDOWED: tl.constexpr, HIDES: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    # The blocks with the most keys come first, so that the last ones to run are short.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # The blocks with the most keys come first, of all heads, so that the last ones to run are short.
+    kv_head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
     packed = block * BM + tl.arange(0, BM)
     row = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -123,16 +135,16 @@ def _attend(
     total = tl.zeros([BM], tl.float32)
     if WINDOWED:
         out, top, total = _over_keys(
-            out, top, total, q, position, K, V, HIDDEN, low, tl.minimum(inner, stop), nkeys, stride_kn, stride_vn,
-            scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+            out, top, total, q, position, K, V, HIDDEN, low, tl.minimum(inner, stop), nkeys, stride_kn,
+            stride_vn, scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
         )  # fmt: skip
     out, top, total = _over_keys(
         out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, low), outer, nkeys, stride_kn, stride_vn, scale,
         softcap, window, False, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
     )  # fmt: skip
     out, top, total = _over_keys(
-        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, outer), stop, nkeys, stride_kn, stride_vn, scale,
-        softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
+        out, top, total, q, position, K, V, HIDDEN, tl.maximum(inner, outer), stop, nkeys, stride_kn,
+        stride_vn, scale, softcap, window, True, WINDOWED, HIDES, SOFTCAP, PRECISION, BN, D, DIM,
     )  # fmt: skip
 
     if SPLIT:
@@ -174,35 +186,37 @@ def _join(
 def _score(
     Q, K, POSITION, HIDDEN, NORMALISER, INTO, n, nkeys, stride_qn, stride_qh, stride_kn, stride_kh, scale, softcap,
     window, share, row_share, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
-    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
+    MEMBERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys' share of the attention: over the rows of a head the maximum or mean, then over the heads."""
     start = tl.program_id(0) * BN
-    column, lane, line = tl.arange(0, BN), tl.arange(0, D), tl.arange(0, BM)
+    column, lane = tl.arange(0, BN), tl.arange(0, D)
     key = start + column
+    # The rows of a KV head's first query head, then those of the next one; MEMBERS is GROUP, padded.
+    member, line = tl.arange(0, MEMBERS * BM) // BM, tl.arange(0, MEMBERS * BM) % BM
     sum_of_heads = tl.zeros([BN], tl.float32)
     for kv_head in range(HEADS // GROUP):
         k_at = K + start.to(tl.int64) * stride_kn + kv_head * stride_kh + column[None, :] * stride_kn + lane[:, None]
         k = tl.load(k_at, mask=(key < nkeys)[None, :] & (lane < DIM)[:, None], other=0.0)
-        for member in range(GROUP):
-            head = kv_head * GROUP + member
-            of_head = tl.zeros([BN], tl.float32)
-            for first in range(0, n, BM):
-                row = first + line
-                valid = row < n
-                position = tl.load(POSITION + row, mask=valid, other=-1).to(tl.int32)
-                q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head * stride_qh + lane[None, :]
-                q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
-                normaliser = tl.load(NORMALISER + head * n + row, mask=valid, other=0.0)
-                seen = key[None, :] <= position[:, None]
-                if WINDOWED:
-                    seen = seen & (key[None, :] > position[:, None] - window)
-                logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
-                weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
-                of_head = tl.maximum(of_head, tl.max(weight, 0)) if MAXIMUM else of_head + tl.sum(weight, 0)
-            of_head *= row_share
-            sum_of_heads += of_head * of_head if SQUARE else of_head
+        head = kv_head * GROUP + member
+        of_heads = tl.zeros([MEMBERS, BN], tl.float32)
+        for first in range(0, n, BM):
+            row = first + line
+            valid = (row < n) & (member < GROUP)
+            position = tl.load(POSITION + row, mask=valid, other=-1).to(tl.int32)
+            q_at = Q + row.to(tl.int64)[:, None] * stride_qn + head[:, None] * stride_qh + lane[None, :]
+            q = tl.load(q_at, mask=valid[:, None] & (lane < DIM)[None, :], other=0.0)
+            normaliser = tl.load(NORMALISER + head * n + row, mask=valid, other=0.0)
+            seen = key[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            logits = _logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+            weight = tl.where(seen, tl.exp2(logits - normaliser[:, None]), 0.0)
+            weight = tl.reshape(weight, [MEMBERS, BM, BN])
+            of_heads = tl.maximum(of_heads, tl.max(weight, 1)) if MAXIMUM else of_heads + tl.sum(weight, 1)
+        of_heads *= row_share
+        sum_of_heads += tl.sum(of_heads * of_heads if SQUARE else of_heads, 0)
     if HIDES:
         hidden = tl.load(HIDDEN + key, mask=key < nkeys, other=1)
         sum_of_heads = tl.where(hidden == 0, sum_of_heads, 0.0)
@@ -278,12 +292,12 @@ def attend(
     blocks = triton.cdiv(n * (heads // kv_heads), shape.rows)
     splits = _splits(blocks * kv_heads, nkeys, shape.keys, q.device)
     part = torch.empty((splits, heads, n, padded + 2), dtype=torch.float32, device=q.device) if splits > 1 else None
-    _attend[(blocks, kv_heads, splits)](
-        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, splits, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0, window or 0,
-        HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
-        HIDES=hidden is not None, SOFTCAP=softcap is not None, SPLIT=splits > 1, PRECISION="ieee", BM=shape.rows,
-        BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps, num_stages=shape.stages,
+    _attend[(kv_heads, blocks, splits)](
+        q, k, v, positions, hidden, out, normaliser, part, n, nkeys, splits, q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), scale, softcap or 0.0,
+        window or 0, HEADS=heads, GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys,
+        HIDES=hidden is not None, SOFTCAP=softcap is not None, SPLIT=splits > 1, PRECISION="ieee",
+        BM=shape.rows, BN=shape.keys, D=padded, DIM=dim, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(n, heads)](
@@ -295,7 +309,15 @@ def attend(
 
 def _splits(blocks: int, nkeys: int, keys: int, device: torch.device) -> int:
     """Parts that the keys are cut in, with some key blocks each, so that there are blocks for the whole device."""
-    return max(1, min(2 * _device(device)[1] // blocks, nkeys // (4 * keys), _MOST_SPLITS))
+    return _best_splits(blocks, min(nkeys // (4 * keys), _MOST_SPLITS), _device(device)[1])
+
+
+@cache
+def _best_splits(blocks: int, most: int, processors: int) -> int:
+    """The number that keeps the processors busiest, each with one block at a time; parts cost about 1 % each."""
+    if blocks >= processors:
+        return 1
+    return min(range(1, max(1, most) + 1), key=lambda s: triton.cdiv(blocks * s, processors) / s * (1 + s / 100))
 
 
 def add_scores(
@@ -309,14 +331,16 @@ def add_scores(
     nkeys, kv_heads, _ = k.shape
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     padded = max(16, triton.next_power_of_2(dim))
-    rows = 32
-    keys = 32 if q.dtype == torch.float32 or padded > 128 else 64
+    members = triton.next_power_of_2(heads // kv_heads)
+    slow = q.dtype == torch.float32 or padded > 128
+    rows = max(1, (32 if slow else 128) // members)
+    keys = 32 if slow else 64
     _score[(triton.cdiv(nkeys, keys),)](
         q, k, positions, hidden, normaliser, into, n, nkeys, q.stride(0), q.stride(1), k.stride(0), k.stride(1), scale,
         softcap or 0.0, window or 0, 1.0 / heads, 1.0 if reduce == "max" else 1.0 / n, HEADS=heads,
         GROUP=heads // kv_heads, WINDOWED=window is not None and window < nkeys, HIDES=hidden is not None,
-        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", SQUARE=square, PRECISION="ieee", BM=rows,
-        BN=keys, D=padded, DIM=dim, num_warps=4, num_stages=2,
+        SOFTCAP=softcap is not None, MAXIMUM=reduce == "max", SQUARE=square, PRECISION="ieee",
+        MEMBERS=members, BM=rows, BN=keys, D=padded, DIM=dim, num_warps=4 if slow else 8, num_stages=2,
     )  # fmt: skip
 
 

@@ -75,6 +75,14 @@ def assert_reads_what_was_written(made: list[Any]) -> None:
     found = kv.read(1, slots.flip(0))
     assert torch.equal(found[0], k.flip(0))
     assert torch.equal(found[1], v.flip(0))
+    whole = torch.randn(len(made), 2, 80, HEADS, DIM).to(kv.dtype)
+    kv.fill(slots, whole, 3)
+    out = torch.empty(len(made), 2, 77, HEADS, DIM, dtype=kv.dtype)
+    kv.copy_out(slots, out)
+    assert torch.equal(out, whole[:, :, 3:])
+    left = torch.ones(BLOCKS * BLOCK, dtype=torch.bool)
+    left[slots] = False
+    assert not any(part.any() for part in kv.read(0, left.nonzero()[:, 0])), "no other slot is written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -95,6 +103,15 @@ def test_a_strided_cache_is_read_where_it_lies() -> None:
     for attention in made:
         attention.kv_cache = torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
     assert_reads_what_was_written(made)
+
+
+def test_tokens_at_one_distance_are_moved_for_all_layers_at_once() -> None:
+    """As they lie on a GPU; where tokens lie otherwise, layer by layer."""
+    made = attentions(Halves())
+    assert PagedKV(made)._rows is None
+    for attention in made:
+        attention.kv_cache = torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
+    assert PagedKV(made)._rows is not None
 
 
 def test_what_does_not_come_back_is_refused() -> None:

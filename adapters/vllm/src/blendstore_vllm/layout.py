@@ -1,9 +1,10 @@
 """Reading and writing tokens of the engine's paged KV cache, whatever order its bytes have.
 
-Writing is the engine's own. Reading is proven: either K and V are the two halves of a token's row (strides honoured),
-or the order within a block is found by writing every element's number with the engine's writer and looking where it
-went (CPU kernels pack by instruction set). A round trip of random values over
-several blocks decides; nothing is assumed.
+Reading is proven: either K and V are the two halves of a token's row (strides honoured), or the order within a block is
+found by writing every element's number with the engine's writer and looking where it went (CPU kernels pack by
+instruction set). A round trip of random values over several blocks decides; nothing is assumed. Writing is the engine's
+own, or where tokens follow each other at one distance a kernel for all layers at once, once the same values have come
+back from what it wrote.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blendstore.blend.slots import SlotRows
 from blendstore.startup import Refused
 
 _DIGIT = 64  # exact in every dtype that a cache may have
@@ -38,6 +40,7 @@ class PagedKV:
             raise Refused(f"its KV cache holds {first.dtype}, and quantised caches are not supported")
         self.blocks, self.heads, self.block, self.dim = first.shape[0], heads, first.shape[2], dim
         self.dtype, self.device = first.dtype, first.device
+        self._rows: SlotRows | None = None
         self._read = self._proven()
 
     def write(self, index: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -49,8 +52,20 @@ class PagedKV:
         """K and V [n, KV heads, dim] of layer ``index`` at ``slots`` [n] int64: copies."""
         return self._read(self._caches[index], slots)
 
+    def fill(self, slots: Tensor, kv: Tensor, start: int) -> None:
+        """Put every layer of ``kv`` [layers, 2, tokens, KV heads, dim] (contiguous), the tokens from ``start`` on, to
+        ``slots`` [n] int64."""
+        if self._rows is not None:
+            self._rows.scatter(slots, kv, start)
+            return
+        for index, part in enumerate(kv[:, :, start : start + len(slots)]):
+            self.write(index, slots, part[0], part[1])
+
     def copy_out(self, slots: Tensor, out: Tensor) -> None:
-        """Every layer's K and V at ``slots`` [n] int64 into ``out`` [layers, 2, n, KV heads, dim]."""
+        """Every layer's K and V at ``slots`` [n] int64 into ``out`` [layers, 2, n, KV heads, dim] (contiguous)."""
+        if self._rows is not None:
+            self._rows.gather(slots, [len(slots)], out.view(-1))
+            return
         for index, target in enumerate(out):
             k, v = self.read(index, slots)
             target[0].copy_(k)
@@ -70,6 +85,7 @@ class PagedKV:
         before = [cache[kept:].clone() for cache in self._caches]
         try:
             if self._round_trips(_halves, slots):
+                self._rows = self._at_one_distance(slots)
                 return _halves
             packed = _packed(self._order(slots[: self.block]), self.block, self.dim)
             if self._round_trips(packed, slots):
@@ -94,6 +110,25 @@ class PagedKV:
             if not (torch.equal(found[0], k) and torch.equal(found[1], v)):
                 return False
         return True
+
+    def _at_one_distance(self, slots: Tensor) -> SlotRows | None:
+        """The caches as rows of slots, if every slot is as far from the one before, and reading finds what was written
+        through them."""
+        pairs = []
+        for cache in self._caches:
+            if cache.stride(0) != self.block * cache.stride(2):
+                return None
+            rows = cache.transpose(1, 2).flatten(0, 1)
+            pairs.append((rows[..., : self.dim], rows[..., self.dim :]))
+        found = SlotRows(pairs)
+        generator = torch.Generator().manual_seed(8)
+        shape = (len(pairs), 2, len(slots), self.heads, self.dim)
+        kv = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        out = torch.empty_like(kv)
+        found.scatter(slots, kv, 0)
+        found.gather(slots, [len(slots)], out.view(-1))
+        read = torch.stack([torch.stack(_halves(cache, slots)) for cache in self._caches])
+        return found if torch.equal(read, kv) and torch.equal(out, kv) else None
 
     def _order(self, slots: Tensor) -> Tensor:
         """[2, block, dim] int64: where in a head's part of a block each element of K and of V lies."""

@@ -294,9 +294,7 @@ class Serving:
             else:
                 spans = [span for span in plan.spans if span.kind is SpanKind.EXACT and span.stop <= plan.lead]
                 kv = restore(self.geometry, records, spans, plan.lead, wait=False)
-            for index in range(self.geometry.layers):
-                part = kv[index, :, ask.held : outlook.target]
-                self.kv.write(index, slots[ask.held :], part[0], part[1])
+            self.kv.fill(slots[ask.held : outlook.target], kv, ask.held)
 
     @torch.inference_mode()
     def _copy_out(self, pipeline: Pipeline, done: Prepared, slots: Tensor) -> None:
