@@ -20,9 +20,10 @@ help: ## list the targets
 demo: build models ## set up everything and run the main job: multi-document QA on a real small model
 	$(PY) -m blendstore.bench.demo --json out/demo.json --plot out/demo.png
 
-test: lint test-rust test-loom test-python ## set up everything, check style and types, run every test but those in serving engines
+test: lint test-rust test-loom test-python test-engines ## set up everything, check style and types, run every test
 
-test-engines: test-vllm test-sglang ## every test in real servers of vLLM and SGLang, two versions each (some 40 minutes)
+test-engines: build models models-gemma ## every test in real servers of vLLM and SGLang, two versions each, two at a time
+	$(MAKE) --jobs=2 --output-sync=target test-vllm test-sglang
 
 setup: $(VENV)/.ready ## make the virtual environment
 
