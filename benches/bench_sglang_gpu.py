@@ -77,6 +77,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "shape": args.shape,
         "document_length": args.document_length,
         "documents": args.documents,
+        "ranks": args.ranks,
     }
     engines = [start(args, folder / "model", "blendstore-bench", 30000)]
     try:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             engines.append(start(args, folder / "model", "plain-bench", 31000))
         if args.only is None:
             measured["query"] = measure_queries(engines[0], prompts, args, log)
-            measured["kv"] = compare_kv(engines[0], prompts, log)
+            measured["kv"] = compare_kv(engines[0], prompts, log, args.ranks)
             measured["synchronisations"] = find_waits(engines[0], prompts, log)
         if args.plain:
             measured["nothing shared"] = measure_nothing_shared(engines, prompts, args)
@@ -192,7 +193,7 @@ def parts(asked: list[tuple[str, float, float]], log: Log) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in told.items()}
 
 
-def compare_kv(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
+def compare_kv(engine: Any, prompts: Prompts, log: Log, ranks: int) -> dict[str, Any]:
     """One prompt computed by SGLang, and blended in several ways: differences per layer."""
     prompt = prompts.query()
     flush(engine)
@@ -207,11 +208,15 @@ def compare_kv(engine: Any, prompts: Prompts, log: Log) -> dict[str, Any]:
         ask(engine, prompt, {**options, "store": False}, request=f"check {name}")
     flush(engine)
     compared, served, memory = log.rows("kv"), log.rows("served"), log.rows("memory")
+    others = [(log.rows(f"kv of rank {rank}"), log.rows(f"served of rank {rank}")) for rank in range(1, ranks)]
     return {
         name: {
             **compared.get(f"check {name}", {}),
             "served": served.get(f"check {name}"),
             **memory.get(f"check {name}", {}),
+            "other ranks": [
+                {**kv.get(f"check {name}", {}), "served": told.get(f"check {name}")} for kv, told in others
+            ],
         }
         for name in ways
     }
@@ -288,6 +293,9 @@ def report_queries(measured: Mapping[str, Any]) -> None:
         some = sorted({0, 1, last // 2, last})
         shown = ", ".join(f"layer {i} {row['k_rms'][i]:.2e} / {row['v_rms'][i]:.2e}" for i in some)
         print(f"      ratio {name}: {shown}; max abs {max(row['k_max'] + row['v_max']):.3g}; {row.get('served')}")
+        for rank, other in enumerate(row["other ranks"], 1):
+            worst = {part: f"{max(other.get(f'{part}_rms', [float('nan')])):.2e}" for part in "kv"}
+            print(f"      ratio {name}, rank {rank}: worst layer {worst}; {other['served']}")
     print("\nwaits of the host in a blend: " + json.dumps(measured["synchronisations"]))
 
 
@@ -334,6 +342,9 @@ def start(args: argparse.Namespace, model: Path, backend: str, port: int) -> Any
         **({"cuda_graph_bs_decode": [1]} if args.decode_graphs else {"disable_cuda_graph": True}),
         "disable_prefill_cuda_graph": True,
     }  # fmt: skip
+    if args.ranks > 1:
+        # NCCL's reduction works between any two GPUs, SGLang's own only where they reach each other's memory.
+        flags |= {"tp_size": args.ranks, "disable_custom_all_reduce": True}
     if args.device == "cpu":
         flags |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "mem_fraction_static": 0.5}
     else:
@@ -405,18 +416,18 @@ def _plain(context: Any) -> Any:
     """SGLang's own tree."""
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
-    _draw(context.tp_worker.model_runner.model)
+    _draw(context.tp_worker.model_runner.model, context.tp_rank)
     return default_radix_cache_factory(context)
 
 
-def _draw(model: Any) -> None:
+def _draw(model: Any, rank: int) -> None:
     """Norms of 1, embeddings of unit variance, and matrices that keep variance; queries and keys are larger, so that
-    attention isn't even."""
+    attention isn't even. Every rank's share is another."""
     import torch
 
     with torch.inference_mode():
         for number, (name, weight) in enumerate(sorted(model.named_parameters())):
-            generator = torch.Generator(weight.device).manual_seed(number)
+            generator = torch.Generator(weight.device).manual_seed(number + 10_000 * rank)
             if weight.dim() == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
@@ -429,10 +440,10 @@ def _watched(context: Any) -> Any:
     from blendstore_sglang.plugin import make
     from blendstore_sglang.serve import Serving
 
-    _draw(context.tp_worker.model_runner.model)
+    _draw(context.tp_worker.model_runner.model, context.tp_rank)
     watched: Any = Serving
     cache = make(context)
-    watch = Watch(cache, Path(os.environ["BENCH_SGLANG_LOG"]))
+    watch = Watch(cache, Path(os.environ["BENCH_SGLANG_LOG"]), context.tp_rank)
     cache.match_prefix = watch.around(cache.match_prefix, "match", None)
     cache.init_load_back = watch.around(cache.init_load_back, "load", "loaded")
     cache.prompt_complete = watch.completing(cache.prompt_complete)
@@ -455,14 +466,15 @@ def _watched(context: Any) -> Any:
 class Watch:
     """Writes down what happens to each request, in the scheduler's process."""
 
-    def __init__(self, cache: Any, log: Path) -> None:
+    def __init__(self, cache: Any, log: Path, rank: int) -> None:
         self._cache, self._log = cache, log
+        self._suffix = f" of rank {rank}" if rank else ""
         self._at: dict[str, dict[str, float]] = {}
         self._own: list[Any] = []
 
     def tell(self, what: str, request: str, **row: Any) -> None:
         with self._log.open("a") as out:
-            out.write(json.dumps({**row, "what": what, "request": request}) + "\n")
+            out.write(json.dumps({**row, "what": what + self._suffix, "request": request}) + "\n")
 
     def stamp(self, request: str, name: str) -> None:
         """The first time counts: all processes of a machine share this clock."""
@@ -556,6 +568,7 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
     add("--tokens", type=int, default=257, help="of each answer when nothing is shared (default: 257)")
     add("--only", choices=["nothing-shared"], help="measure no more than that")
+    add("--ranks", type=int, default=1, help="tensor parallel, a GPU each (default: 1)")
     add("--decode-graphs", action="store_true", help="decode by CUDA graphs (default: eager)")
     add("--store-gib", type=float, default=16.0, help="memory of the store (default: 16)")
     add("--seed", type=int, default=0)
