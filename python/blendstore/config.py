@@ -83,7 +83,7 @@ _POLICIES = {name: name for name in ("adaptive", "lru", "lfu", "fifo", "s3-fifo"
     "s3_fifo": "s3-fifo",
 }
 _DIRECTORIES = optional(local_paths())
-_FILE = optional(local_path())
+_FILE = optional(local_path(what="file"))
 _LEAST_MEMORY = 512
 _LEAST_DISK = 2 << 20
 

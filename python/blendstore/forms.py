@@ -188,7 +188,7 @@ def scalar_mapping() -> Form[Mapping[str, float | int | str]]:
     return Form('a mapping from names to numbers or texts, its JSON, or a text like "rows=32, power=0.25"', read)
 
 
-def local_path(env: Mapping[str, str] | None = None) -> Form[Path]:
+def local_path(env: Mapping[str, str] | None = None, what: str = "directory") -> Form[Path]:
     """An absolute directory, with one meaning for each way of writing it.
 
     ``/x`` is itself, ``file:///x`` is ``/x`` (percent signs decoded), ``~/x`` is below the home directory, ``$NAME``
@@ -225,7 +225,7 @@ def local_path(env: Mapping[str, str] | None = None) -> Form[Path]:
             raise ValueError
         return Path(value)
 
-    return Form("an absolute directory: /x, file:///x, ~/x or $NAME/x", read)
+    return Form(f"an absolute {what}: /x, file:///x, ~/x or $NAME/x", read)
 
 
 def local_paths(env: Mapping[str, str] | None = None) -> Form[tuple[Path, ...]]:
