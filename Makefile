@@ -22,8 +22,7 @@ demo: build models ## set up everything and run the main job: multi-document QA 
 
 test: lint test-rust test-loom test-python test-engines ## set up everything, check style and types, run every test
 
-test-engines: build models models-gemma ## every test in real servers of vLLM and SGLang, two versions each, two at a time
-	$(MAKE) --jobs=2 --output-sync=target test-vllm test-sglang
+test-engines: test-vllm test-sglang ## every test in real servers of vLLM and SGLang, two versions each
 
 setup: $(VENV)/.ready ## make the virtual environment
 
