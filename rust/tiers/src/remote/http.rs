@@ -139,3 +139,6 @@ fn text(wire: &mut Wire) -> io::Result<String> {
 fn broken(what: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
+
+#[cfg(test)]
+mod tests;

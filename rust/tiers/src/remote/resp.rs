@@ -1,5 +1,5 @@
 //! The protocol of Redis and Valkey (RESP2): commands out, replies in. Replies may be anybody's: nothing here panics, recurses
-//! without bound or allocates beyond what is announced and allowed.
+//! without bound or keeps more than a whole reply may hold.
 
 use std::io::{self, ErrorKind, IoSlice};
 
@@ -7,10 +7,36 @@ use super::wire::Wire;
 
 /// Longest line: an error with its text.
 const LINE: usize = 4 << 10;
-/// Longest bulk of a reply that is no record, most items of an array, and how deep arrays may lie in each other.
+/// Longest bulk of a reply that is no record, and how deep arrays may lie in each other.
 const BULK: u64 = 1 << 20;
-const ITEMS: u64 = 1 << 16;
 const DEPTH: u32 = 8;
+
+/// What a whole reply may still hold, a record apart.
+struct Room {
+    items: u64,
+    bytes: u64,
+}
+
+impl Room {
+    fn new() -> Self {
+        Self {
+            items: 1 << 16,
+            bytes: 16 << 20,
+        }
+    }
+
+    fn take_items(&mut self, count: u64) -> io::Result<()> {
+        let left = self.items.checked_sub(count);
+        self.items = left.ok_or_else(|| broken("more items than this command has"))?;
+        Ok(())
+    }
+
+    fn take_bytes(&mut self, count: u64) -> io::Result<()> {
+        let left = self.bytes.checked_sub(count);
+        self.bytes = left.ok_or_else(|| broken("a longer reply than this command has"))?;
+        Ok(())
+    }
+}
 
 /// A reply without records.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,12 +127,12 @@ fn bulk_head(length: usize, out: &mut Vec<u8>) {
 
 /// A whole reply.
 pub(super) fn reply(wire: &mut Wire) -> io::Result<Reply> {
-    nested(wire, 0)
+    nested(wire, 0, &mut Room::new())
 }
 
 /// The first line of a reply; a bulk is left to the caller, who ends it with [`end_of_bulk`].
 pub(super) fn start(wire: &mut Wire) -> io::Result<Start> {
-    start_at(wire, 0)
+    start_at(wire, 0, &mut Room::new())
 }
 
 /// The CR LF behind a bulk.
@@ -120,10 +146,11 @@ pub(super) fn end_of_bulk(wire: &mut Wire) -> io::Result<()> {
     }
 }
 
-fn nested(wire: &mut Wire, depth: u32) -> io::Result<Reply> {
-    match start_at(wire, depth)? {
+fn nested(wire: &mut Wire, depth: u32, room: &mut Room) -> io::Result<Reply> {
+    match start_at(wire, depth, room)? {
         Start::Reply(reply) => Ok(reply),
         Start::Bulk(length) if length <= BULK => {
+            room.take_bytes(length)?;
             let mut text = vec![0; length as usize];
             wire.read_exact(&mut text)?;
             end_of_bulk(wire)?;
@@ -133,8 +160,9 @@ fn nested(wire: &mut Wire, depth: u32) -> io::Result<Reply> {
     }
 }
 
-fn start_at(wire: &mut Wire, depth: u32) -> io::Result<Start> {
+fn start_at(wire: &mut Wire, depth: u32, room: &mut Room) -> io::Result<Start> {
     let line = wire.read_line(LINE)?;
+    room.take_bytes(line.len() as u64)?;
     let Some((&kind, rest)) = line.split_first() else {
         return Err(broken("an empty line"));
     };
@@ -150,12 +178,13 @@ fn start_at(wire: &mut Wire, depth: u32) -> io::Result<Start> {
             -1 => Reply::Nil,
             length => {
                 let length = count(length)?;
-                if length > ITEMS || depth == DEPTH {
-                    return Err(broken("a larger array than this command has"));
+                room.take_items(length)?;
+                if depth == DEPTH {
+                    return Err(broken("deeper arrays than this command has"));
                 }
                 let mut items = Vec::new();
                 for _ in 0..length {
-                    items.push(nested(wire, depth + 1)?);
+                    items.push(nested(wire, depth + 1, room)?);
                 }
                 Reply::Array(items)
             }
@@ -178,3 +207,6 @@ fn count(number: i64) -> io::Result<u64> {
 fn broken(what: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
+
+#[cfg(test)]
+mod tests;

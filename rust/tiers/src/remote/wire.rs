@@ -82,15 +82,29 @@ impl Wire {
                 }
             }
         };
-        let mut wire = Self {
+        let mut wire = Self::over(stream, deadline);
+        wire.stream.handshake(deadline)?;
+        Ok(wire)
+    }
+
+    fn over(stream: Stream, deadline: Instant) -> Self {
+        Self {
             stream,
             ahead: vec![0; AHEAD].into(),
             start: 0,
             end: 0,
             deadline,
-        };
-        wire.stream.handshake(deadline)?;
-        Ok(wire)
+        }
+    }
+
+    /// Whose peer says `bytes` and no more.
+    #[cfg(test)]
+    pub fn that_says(bytes: &[u8]) -> Self {
+        let (mut peer, ours) = UnixStream::pair().unwrap();
+        let bytes = bytes.to_vec();
+        // The reader may leave before all has been said.
+        std::thread::spawn(move || drop(peer.write_all(&bytes)));
+        Self::over(Stream::Unix(ours), Instant::now() + Duration::from_secs(60))
     }
 
     /// From now on everything ends by then.
