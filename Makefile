@@ -75,7 +75,7 @@ test-loom: $(VENV)/.ready ## every interleaving of the chunk's state word and of
 	RUSTFLAGS="--cfg loom" cargo test --release --quiet -p blendstore-core --target-dir target/loom --lib loom
 
 test-python: build models models-gemma services ## every Python test, real models and real servers included
-	$(PY) -m pytest -q
+	BLENDSTORE_FUZZ_SECONDS=10 $(PY) -m pytest -q
 
 test-sglang: $(SGLANG:%=test-sglang-%) ## the real SGLang on a CPU, every supported version in an environment of its own
 
@@ -111,9 +111,10 @@ test-vllm-%: .venv-vllm-%/.ready models
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $*+cpu\n' > vllm-$*+cpu.dist-info/METADATA
 	@touch $@
 
-fuzz: $(VENV)/.ready ## feed broken frames, segment files, coded payloads and tables to what reads them (SECONDS=600 for each)
+fuzz: build ## feed broken frames, segment files, URLs, payloads, tables and configurations to what reads them (SECONDS=600 for each)
 	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) cargo test --release --quiet -p blendstore-tiers --test fuzz -- --nocapture
 	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) cargo test --release --quiet -p blendstore-codec --lib fuzz -- --nocapture
+	BLENDSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) $(PY) -m pytest -q --timeout=0 tests/property/test_config.py
 
 bench: build models ## speed on this machine: blending on a CPU, and the store
 	$(PY) benches/bench_blend_cpu.py --json out/bench-blend-cpu.json

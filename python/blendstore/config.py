@@ -63,9 +63,10 @@ class ConfigError(ValueError):
 def redact(value: str) -> str:
     """``value`` with passwords and tokens within URLs replaced by ``***``.
 
-    What stands alone before an ``@`` is taken for a password: ``redis://secret@host`` is a common mistake."""
-    value = re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", value)
-    value = re.sub(r"://[^:@/\s]+@", "://:***@", value)
+    What stands alone before an ``@`` is taken for a password: ``redis://secret@host`` is a common mistake, and so is a
+    missing slash."""
+    value = re.sub(r"(:/+[^:@/\s]*):\S*@", r"\1:***@", value)
+    value = re.sub(r"(:/+)[^:@/\s]+@", r"\1:***@", value)
     return re.sub(r"(?i)([?&](?:\w*password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)
 
 
