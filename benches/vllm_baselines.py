@@ -5,7 +5,10 @@
     python benches/vllm_baselines.py blend --model MODEL            # documents reused at any position
 
 Flags behind ``--`` go to the benchmark: ``blendstore bench multi-doc-qa``, or shuffle-doc-qa with ``--bench``.
-``--serve`` takes more flags of ``vllm serve``.
+``--serve="…"`` takes more flags of ``vllm serve``. On a CPU, with a small model:
+
+    VLLM_CPU_KVCACHE_SPACE=1 BLENDSTORE_MAX_LOCAL_CPU_SIZE=2 python benches/vllm_baselines.py blend --model FOLDER \\
+      --serve="--dtype float32 --enforce-eager --max-model-len 4096" -- --num-requests 3
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +38,8 @@ def main() -> None:
     log = Path(args.log)
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
+    # Whoever ends this process ends the server too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with log.open("w") as out:
         server = subprocess.Popen(  # noqa: S603 - the command is built here
             command(args.way, args.model, port, shlex.split(args.serve)),
@@ -110,15 +116,19 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("way", choices=CONFIGS)
-    add("--model", required=True, help="path or hub name")
+    add("--model", required=True, help="folder of the model, which the benchmark takes its tokenizer from")
     add("--serve", default="", metavar="FLAGS", help="more flags of vllm serve, in one string")
     add("--bench", choices=["multi-doc-qa", "shuffle-doc-qa"], default="multi-doc-qa", help="(default: multi-doc-qa)")
     add("--port", type=int, default=0, help="default: a free one")
     add("--patience", type=float, default=600.0, help="seconds until the server must be up (default: 600)")
-    add("--log", default="out/vllm-serve.log", help="the server's (default: out/vllm-serve.log)")
-    add("flags", nargs="*", metavar="-- FLAGS", help="of the benchmark")
-    args = parser.parse_args()
-    return args, args.flags
+    add("--log", help="the server's (default: out/vllm-WAY.log)")
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:split])
+    args.log = args.log or f"out/vllm-{args.way}.log"
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"--model {args.model}: no folder with a config.json")
+    return args, given[split + 1 :]
 
 
 if __name__ == "__main__":

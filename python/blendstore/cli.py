@@ -8,6 +8,7 @@ reports for a program that a signal ended: 130 interrupted (SIGINT), 141 the rea
 import argparse
 import importlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from blendstore import machine
 from blendstore.config import Config, ConfigError
 from blendstore.flags import CommandParser
 
@@ -29,7 +31,10 @@ _BENCHES: Mapping[str, tuple[str, str]] = {
     "quality": ("blendstore.bench.quality", "what each way of reuse costs in quality"),
     "codec": ("blendstore.bench.codec", "size against quality and speed of the ways in which records are kept"),
 }
-_PACKAGES = ("blendstore", "blendstore-transformers", "numpy", "torch", "transformers")
+_PACKAGES = (
+    "blendstore", "blendstore-transformers", "blendstore-sglang", "blendstore-vllm", "numpy", "torch", "transformers",
+    "sglang", "vllm",
+)  # fmt: skip
 _INTERRUPTED = 128 + 2  # SIGINT
 _READER_GONE = 128 + 13  # SIGPIPE
 
@@ -122,8 +127,19 @@ def _parser(bench: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _loaded(file: Path | None) -> Config:
+    """The configuration, whose warnings are the command's to tell."""
+    logging.getLogger("blendstore.config").addHandler(logging.NullHandler())
+    return Config.load(file)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def _show(args: argparse.Namespace) -> int:
-    config = Config.load(args.file)
+    config = _loaded(args.file)
     if args.json:
         content = {
             "config": config.as_dict(),
@@ -132,6 +148,7 @@ def _show(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=2))
     else:
+        _warn(config.warnings)
         print(config.describe())
     return 0
 
@@ -140,16 +157,15 @@ def _check(args: argparse.Namespace) -> int:
     faults: list[str] = []
     warnings: list[str] = []
     try:
-        config = Config.load(args.file)
-        warnings += config.warnings
+        config = _loaded(args.file)
+        warnings += [*config.warnings, *machine.too_large(config)]
         faults += _selector_faults(config, warnings)
     except ConfigError as error:
         faults += error.faults
     if args.json:
         print(json.dumps({"accepted": not faults, "faults": faults, "warnings": warnings}, indent=2))
         return 2 if faults else 0
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    _warn(warnings)
     if faults:
         raise ConfigError(*faults)
     print(f"{args.file or 'configuration'}: accepted")

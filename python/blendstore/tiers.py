@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import machine
 from ._core import Coder, Store, StoreError, Tier
 from .config import Config, ConfigError
 
@@ -63,6 +64,8 @@ def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None)
     What is still queued for the tiers when the interpreter exits is written first, for at most 5 s. Raises
     `ConfigError` when a tier can't be opened: its directory is not writable, or another process uses it, or a file that
     its URL names can't be read. A remote that is not there yet is no error."""
+    for warning in machine.too_large(config):
+        log.warning(warning)
     tiers: list[Tier] = []
     if config.local_disk is not None:
         directories = [directory / f"rank-{rank}" if rank else directory for directory in config.local_disk]

@@ -171,7 +171,7 @@ class BlendingCache:
             options = read_options(request.sampling_params.custom_params)
         except OptionError as error:
             serving.metrics.event("wrong_options")
-            log.warning("request %s is served without blendstore: %s", request.rid, error)
+            log.warning("blendstore: request %s is served without blendstore: %s", request.rid, error)
             return Progress(Tenant(request.rid, RequestOptions(reuse=False, store=False)), key, None, tokens, True)
         if options.tenant_salt is not None:
             # The engine's tree must separate these tenants too.

@@ -124,7 +124,7 @@ def first_sight(request: Any) -> Tracked:
     try:
         options = read_options(request.kv_transfer_params)
     except OptionError as error:
-        log.warning("request %s is served without blendstore: %s", request.request_id, error)
+        log.warning("blendstore: request %s is served without blendstore: %s", request.request_id, error)
         options, passive = _NOTHING, True
     lora = request.lora_request
     ask = Ask(
