@@ -94,5 +94,6 @@ class OpenAIClient:
                             first = first if first is not None else time.perf_counter() - sent
                             pieces.append(text)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+                hint = "; is the server running, is the address right?" if isinstance(error, httpx.ConnectError) else ""
+                raise ServerError(f"{url}: {type(error).__name__}: {error}{hint}") from error
             return Completion(first, time.perf_counter() - sent, "".join(pieces))
