@@ -29,6 +29,7 @@ __all__ = [
     "Tier",
     "Trace",
     "__version__",
+    "attend",
     "redacted_url",
     "remote_url_fault",
 ]
@@ -138,6 +139,26 @@ class Drift:
         pairs] are the rotation that K has at positions 0, 1, …, of elements (2 j, 2 j + 1) if ``interleaved``, otherwise
         (j, j + pairs). All are C-contiguous. The bits don't depend on ``threads``. Raises ``StoreError``, with nothing
         changed, where shapes don't fit together or memory overlaps."""
+
+def attend(
+    q: _Buffer,
+    k: _Buffer,
+    v: _Buffer,
+    positions: _Buffer,
+    out: _Buffer,
+    *,
+    scale: float,
+    window: int | None = None,
+    hidden: _Buffer | None = None,
+    threads: int = 1,
+) -> None:
+    """Write to ``out`` what rows ``q`` (both float32[n, heads, dim]) at ``positions`` (int64[n], rising) see of ``k`` and ``v``
+    (float32[keys, kv_heads, dim]; key p is at position p), on up to ``threads`` threads.
+
+    A row sees the keys at positions up to its own, the last ``window`` of them, without those whose ``hidden`` (uint8[keys])
+    is not 0; a row that sees none is no number. ``v`` must be finite and ``dim`` even; all are C-contiguous. The bits of a row
+    depend on nothing but the row and what it sees. Raises ``StoreError``, with nothing written, where shapes don't fit
+    together, a position is none of a key, or memory overlaps with ``out``."""
 
 @final
 class Lease:

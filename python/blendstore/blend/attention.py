@@ -1,8 +1,8 @@
 """Attention of rows that carry their own positions: each row sees exactly the keys at positions up to its own.
 
 The keys of prompt position p are row p of ``k`` and ``v``, so a mask from positions replaces the bottom-right alignment
-that contiguous attention kernels assume. What is written out here in plain torch is the reference, and what a CPU uses;
-on a GPU the kernels of `triton_attention` do the same.
+that contiguous attention kernels assume. What is written out here in plain torch is the reference; on a GPU the kernels of
+`triton_attention` do the same, and in float32 on a CPU `blendstore._core.attend`, but for soft caps and the scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fused import attempt
+from .._core import attend as attend_in_rust
+from .fused import attempt, readable, tried, usable
 
 # Rows of a block: smaller ones follow the causal triangle more closely, larger ones are fewer calls.
 _BLOCK = 64
@@ -74,7 +75,12 @@ class RowAttention:
             seen = self._unseen
             return attend(q, k, v, self.positions, scale=scale, window=window, softcap=softcap, hidden=seen)[0]
 
-        return attempt("attention", q.device, kernel, lambda: self._plain(q, k, v, scale, window, softcap))
+        def plain() -> Tensor:
+            return self._plain(q, k, v, scale, window, softcap)
+
+        if softcap is None and not usable(q.device) and self._native_takes(q, k, v):
+            return tried("attention in Rust", q.device, lambda: self._native(q, k, v, scale, window), plain)
+        return attempt("attention", q.device, kernel, plain)
 
     def scored(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, reduce: Literal["max", "mean"], into: Tensor,
@@ -108,6 +114,18 @@ class RowAttention:
         """The same, and the softmax weights [heads, n, nkeys] float32, which are held in memory whole: for few rows."""
         mask = self._mask(slice(0, q.shape[0]), 0, self.nkeys, window, torch.float32)
         return _weighted(q, k, v, mask, scale, softcap)
+
+    @staticmethod
+    def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return q.shape[-1] % 2 == 0 and readable(q.contiguous()) and readable(k) and readable(v)
+
+    def _native(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        out = torch.empty(q.shape)
+        attend_in_rust(
+            *(t.numpy() for t in (q.contiguous(), k, v, self.positions, out)), scale=scale, window=window,
+            hidden=None if self._unseen is None else self._unseen.numpy(), threads=torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def _plain(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None

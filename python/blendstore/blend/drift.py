@@ -28,7 +28,7 @@ from torch import Tensor
 from .._core import Drift
 from ..plan import Span
 from .copies import sent
-from .fused import attempt, tried, usable
+from .fused import attempt, readable, tried, usable
 from .rotary import RotaryTable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DriftCorrection:
             return
         layer = (table, k, v, fresh_k, fresh_v)
         plain = partial(self._plain, *layer)
-        if not usable(k.device) and all(_readable(t) for t in layer[1:]):
+        if not usable(k.device) and all(readable(t) for t in layer[1:]):
             tried("drift correction in Rust", k.device, partial(self._native, *layer), plain)
         else:
             attempt("drift correction", k.device, partial(self._fused, *layer), plain)
@@ -168,11 +168,6 @@ class DriftCorrection:
         spots = torch.tensor(columns, dtype=torch.int64, device=device)
         self._columns = spots, torch.tensor(bias, device=device) - 1.0 / settings.temperature, bounds
         return self._columns
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether Rust can work on it in place."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad
 
 
 def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:

@@ -35,6 +35,11 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and _installed()
 
 
+def readable(x: torch.Tensor) -> bool:
+    """Whether Rust can work on it in place: float32 on a CPU."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad
+
+
 @cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -4,6 +4,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod attention;
 pub mod drift;
 mod product;
 

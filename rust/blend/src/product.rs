@@ -31,22 +31,23 @@ pub(crate) fn product<const FUSED: bool>(left: &[[f32; ROWS]], right: &[[f32; LA
     tile
 }
 
+/// ln(2)^k / k!, highest power first: the exponential series, whose next term is below 1e-8 within half a unit.
+const SERIES: [f32; 8] = [
+    1.525_273_4e-5,
+    1.540_353e-4,
+    1.333_355_8e-3,
+    9.618_129e-3,
+    5.550_411e-2,
+    0.240_226_5,
+    std::f32::consts::LN_2,
+    1.0,
+];
+/// Adding it leaves the nearest whole number in the lowest bits.
+const ROUND: f32 = 12_582_912.0;
+
 /// 2^x, to rounding; what is too large is infinite, what is too small 0, and what is no number none.
 #[inline(always)]
 pub(crate) fn exp2<const FUSED: bool>(x: f32) -> f32 {
-    // ln(2)^k / k!, highest power first: the exponential series, whose next term is below 1e-8 within half a unit.
-    const SERIES: [f32; 8] = [
-        1.525_273_4e-5,
-        1.540_353e-4,
-        1.333_355_8e-3,
-        9.618_129e-3,
-        5.550_411e-2,
-        0.240_226_5,
-        std::f32::consts::LN_2,
-        1.0,
-    ];
-    // Adding it leaves the nearest whole number in the lowest bits.
-    const ROUND: f32 = 12_582_912.0;
     let x = x.clamp(-151.0, 128.0);
     let shifted = x + ROUND;
     let rest = x - (shifted - ROUND);
@@ -59,6 +60,23 @@ pub(crate) fn exp2<const FUSED: bool>(x: f32) -> f32 {
     let half = whole >> 1;
     let scale = |exponent: i32| f32::from_bits((exponent.wrapping_add(127) as u32) << 23);
     power * scale(half) * scale(whole.wrapping_sub(half))
+}
+
+/// 2^x of what is at most 0, to rounding; below the normal numbers 0, and what is no number none.
+#[inline(always)]
+pub(crate) fn exp2_down<const FUSED: bool>(x: f32) -> f32 {
+    let x = if x < -127.0 { -127.0 } else { x };
+    let shifted = x + ROUND;
+    let rest = x - (shifted - ROUND);
+    let mut power = SERIES[0];
+    for &term in &SERIES[1..] {
+        power = multiply_add::<FUSED>(power, rest, term);
+    }
+    let exponent = shifted
+        .to_bits()
+        .wrapping_sub(ROUND.to_bits())
+        .wrapping_add(127);
+    power * f32::from_bits(exponent << 23)
 }
 
 /// Whether this processor has AVX2 and fused multiplication and addition.

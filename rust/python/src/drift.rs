@@ -1,13 +1,10 @@
 //! Class `Drift`.
 
-use std::ops::Range;
-
-use blendstore_blend::Refused;
 use blendstore_blend::drift::{Column, Drift as Core, Layer, Pairing, Rotation, Settings, Span};
 use pyo3::prelude::*;
 
-use crate::error::refuse;
-use crate::input::{InPlace, Input, count};
+use crate::error::{refuse, refused};
+use crate::input::{InPlace, Input, apart, count, heads_and_dim};
 
 /// The drift correction of one prompt, on a CPU in float32 (immutable).
 #[pyclass(frozen, module = "blendstore._core")]
@@ -71,7 +68,7 @@ impl Drift {
         let documents = documents.collect::<PyResult<_>>()?;
         Core::new(settings, selected, documents, spans.collect())
             .map(Self)
-            .map_err(raise)
+            .map_err(refused)
     }
 
     #[pyo3(signature = (k, v, fresh_k, fresh_v, cos = None, sin = None, *, interleaved = false, threads = 1))]
@@ -133,7 +130,7 @@ impl Drift {
             fresh_v: fresh_v.as_slice(),
             rotation,
         };
-        py.detach(|| self.0.carry(layer, threads)).map_err(raise)
+        py.detach(|| self.0.carry(layer, threads)).map_err(refused)
     }
 }
 
@@ -142,18 +139,6 @@ fn counts(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>>
     let input = Input::<i64>::new(name, object)?;
     let items = input.as_slice().iter();
     items.map(|&item| count(name, item)).collect()
-}
-
-/// Heads and elements of each, of `[n, heads, dim]`.
-fn heads_and_dim(name: &'static str, input: &Input<f32>) -> PyResult<[usize; 2]> {
-    match *input.shape() {
-        [_, heads, dim] => Ok([heads, dim]),
-        ref other => Err(refuse(
-            name,
-            format!("{other:?}"),
-            "[n, heads, dim] float32",
-        )),
-    }
 }
 
 /// Pairs of a head, of two tables `[positions, pairs]`.
@@ -165,21 +150,4 @@ fn pairs(cos: &Input<f32>, sin: &Input<f32>) -> PyResult<usize> {
             Err(refuse("cos, sin", value, "[positions, pairs] float32 both"))
         }
     }
-}
-
-/// Refuses a buffer that shares memory with one that is written to.
-fn apart(name: &'static str, input: &Input<f32>, written: &[&Input<f32>]) -> PyResult<()> {
-    let Range { start, end } = input.addresses();
-    for other in written {
-        let other = other.addresses();
-        if start < other.end && other.start < end {
-            let value = "memory that is written to as k or v";
-            return Err(refuse(name, value, "memory of its own"));
-        }
-    }
-    Ok(())
-}
-
-fn raise(refused: Refused) -> PyErr {
-    refuse(refused.name, refused.value, refused.accepted)
 }

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 
+use blendstore_blend::Refused;
 use blendstore_core::Error;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
@@ -39,6 +40,11 @@ pub(crate) fn refuse(
         value: value.to_string(),
         accepted: accepted.into(),
     })
+}
+
+/// The same for one that blending refuses.
+pub(crate) fn refused(refused: Refused) -> PyErr {
+    refuse(refused.name, refused.value, refused.accepted)
 }
 
 /// The exception for what the operating system refuses.

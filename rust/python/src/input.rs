@@ -219,3 +219,32 @@ pub(crate) fn count(name: &'static str, value: i64) -> PyResult<usize> {
 pub(crate) fn byte(name: &'static str, value: i64) -> PyResult<u8> {
     u8::try_from(value).map_err(|_| refuse(name, value, "a number from 0 to 255"))
 }
+
+/// Heads and elements of each, of `[n, heads, dim]`.
+pub(crate) fn heads_and_dim(name: &'static str, input: &Input<f32>) -> PyResult<[usize; 2]> {
+    match *input.shape() {
+        [_, heads, dim] => Ok([heads, dim]),
+        ref other => Err(refuse(
+            name,
+            format!("{other:?}"),
+            "[n, heads, dim] float32",
+        )),
+    }
+}
+
+/// Refuses a buffer that shares memory with one that is written to.
+pub(crate) fn apart<T>(
+    name: &'static str,
+    input: &Input<T>,
+    written: &[&Input<f32>],
+) -> PyResult<()> {
+    let Range { start, end } = input.addresses();
+    for other in written {
+        let other = other.addresses();
+        if start < other.end && other.start < end {
+            let value = "memory that is written to";
+            return Err(refuse(name, value, "memory of its own"));
+        }
+    }
+    Ok(())
+}

@@ -2,6 +2,7 @@
 //!
 //! `python/blendstore/_core.pyi` is the documentation and the contract; this crate adds no behaviour of its own.
 
+mod attention;
 mod chunk_meta;
 mod coder;
 mod dlpack;
@@ -40,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<event::Event>()?;
     module.add_class::<coder::Coder>()?;
     module.add_class::<drift::Drift>()?;
+    module.add_function(wrap_pyfunction!(attention::attend, module)?)?;
     module.add_class::<tier::Tier>()?;
     module.add_function(wrap_pyfunction!(tier::remote_url_fault, module)?)?;
     module.add_function(wrap_pyfunction!(tier::redacted_url, module)?)?;
