@@ -1,8 +1,8 @@
 """Attention of rows that carry their own positions: each row sees exactly the keys at positions up to its own.
 
 The keys of prompt position p are row p of ``k`` and ``v``, so a mask from positions replaces the bottom-right alignment
-that contiguous attention kernels assume. What is written out here in plain torch is the reference; on a GPU the kernels of
-`triton_attention` do the same, and in float32 on a CPU `blendstore._core.attend`, but for soft caps and the scores.
+that contiguous attention kernels assume. What is written out here in plain torch is the reference. On a GPU the kernels
+of `triton_attention` do the same, and on a CPU in float32 `blendstore._core.attend`, but for soft caps and scores.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RowAttention:
         def plain() -> Tensor:
             return self._plain(q, k, v, scale, window, softcap)
 
-        if softcap is None and not usable(q.device) and self._native_takes(q, k, v):
+        if softcap is None and not usable(q.device) and _rust_takes(q, k, v):
             return tried("attention in Rust", q.device, lambda: self._native(q, k, v, scale, window), plain)
         return attempt("attention", q.device, kernel, plain)
 
@@ -114,10 +114,6 @@ class RowAttention:
         """The same, and the softmax weights [heads, n, nkeys] float32, which are held in memory whole: for few rows."""
         mask = self._mask(slice(0, q.shape[0]), 0, self.nkeys, window, torch.float32)
         return _weighted(q, k, v, mask, scale, softcap)
-
-    @staticmethod
-    def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return q.shape[-1] % 2 == 0 and readable(q.contiguous()) and readable(k) and readable(v)
 
     def _native(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         out = torch.empty(q.shape)
@@ -158,6 +154,11 @@ class RowAttention:
         if self.positions.shape[0] * self.nkeys <= _KEPT:
             self._masks[key] = mask
         return mask
+
+
+def _rust_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    own = q.dtype == torch.float32 and not q.requires_grad and q.shape[-1] % 2 == 0
+    return own and readable(k) and readable(v)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

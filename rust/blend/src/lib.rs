@@ -1,4 +1,5 @@
-//! What blending computes on a CPU in one piece, where tensor operations would go over memory many times: [`drift`].
+//! What blending computes on a CPU in one piece, where tensor operations would go over memory many times or far below the
+//! processor's speed: [`attention`] and [`drift`].
 //!
 //! Everything here has a reference in the Python package, in plain torch, and works on its memory in place.
 
