@@ -1,6 +1,7 @@
 """Rows with positions of their own see exactly the keys up to their position: against a dense float64 reference."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_rust_refuses_what_does_not_fit() -> None:
     """By name, and without reading or writing out of bounds."""
     positions, q, k, v = (t.numpy() for t in draw(5, 20, 4, 2, 8))
     hidden = np.zeros(20, np.uint8)
-    good = {"q": q, "k": k, "v": v, "positions": positions, "out": np.zeros_like(q), "hidden": hidden}
+    good: dict[str, Any] = {"q": q, "k": k, "v": v, "positions": positions, "out": np.zeros_like(q), "hidden": hidden}
     whole = np.zeros(2 * q.size, np.float32)
     halves = whole[: q.size].reshape(q.shape), whole[q.size - 8 : -8].reshape(q.shape)
     for name, bad in (
@@ -161,7 +162,7 @@ def test_rust_refuses_what_does_not_fit() -> None:
         ("q", {"q": halves[0], "out": halves[1]}), ("window", {"window": 0}),
     ):  # fmt: skip
         with pytest.raises(StoreError, match=rf"^{name} = "):
-            attend(**{**good, **bad}, scale=1.0)  # type: ignore[arg-type]
+            attend(**{**good, **bad}, scale=1.0)
         assert not good["out"].any()
     attend(**good, scale=1.0)
     assert good["out"].all()
