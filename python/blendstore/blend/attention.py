@@ -56,11 +56,16 @@ class RowAttention:
         ascending = all(a < b for a, b in pairwise(spots))
         if not ascending or (n and not 0 <= spots[0] <= spots[-1] < self.nkeys):
             raise ValueError(f"rows must be ascending positions within 0..{self.nkeys - 1}")
-        # Where most tokens are rows, all are one block, as in the engine's own prefill: its rounding is ours then.
-        size = n if 2 * n > self.nkeys and n * self.nkeys <= _KEPT else _BLOCK
+        size = n if self._like_the_engine and n * self.nkeys <= _KEPT else _BLOCK
         stops = [min(a + size, n) for a in range(0, n, max(1, size))]
         bounds = zip(range(0, n, max(1, size)), stops, strict=True)
         self._blocks = [(slice(a, b), spots[a], spots[b - 1] + 1) for a, b in bounds]
+
+    @property
+    def _like_the_engine(self) -> bool:
+        """Where most tokens are rows, torch takes all in one block, as in the engine's own prefill: its rounding is
+        ours then, on which a model with large keys depends."""
+        return 2 * self.positions.shape[0] > self.nkeys
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
@@ -78,7 +83,7 @@ class RowAttention:
         def plain() -> Tensor:
             return self._plain(q, k, v, scale, window, softcap)
 
-        if softcap is None and not usable(q.device) and _rust_takes(q, k, v):
+        if softcap is None and not self._like_the_engine and not usable(q.device) and _rust_takes(q, k, v):
             return tried("attention in Rust", q.device, lambda: self._native(q, k, v, scale, window), plain)
         return attempt("attention", q.device, kernel, plain)
 
