@@ -2,7 +2,8 @@
 
 The keys of prompt position p are row p of ``k`` and ``v``, so a mask from positions replaces the bottom-right alignment
 that contiguous attention kernels assume. What is written out here in plain torch is the reference. On a GPU the kernels
-of `triton_attention` do the same, and on a CPU in float32 `blendstore._core.attend`, but for soft caps and scores.
+of `triton_attention` do the same, and on a CPU in float32 `blendstore._core.attend` for few rows, but for soft caps and
+scores.
 """
 
 from __future__ import annotations
