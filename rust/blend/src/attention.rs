@@ -10,9 +10,8 @@
 
 mod panel;
 
-use std::sync::{Mutex, PoisonError};
-
 use crate::Refused;
+use crate::share::share;
 use panel::{LANES, Panels};
 
 /// Lanes of an item: a block of keys is read once for all of them, from a cache that is near.
@@ -63,24 +62,9 @@ impl Attention<'_> {
         let items = self.items(out);
         let helpers = threads.min(items.len()).saturating_sub(1);
         // Rows rise, so those with the most keys are last.
-        let items = Mutex::new(items.into_iter().rev());
-        let work = || {
-            let mut panels = Panels::default();
-            loop {
-                let next = items.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some(mut item) = next else { return };
-                panels.attend(self, &mut item);
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 0..helpers {
-                // Where no thread can be had, the others do its part.
-                let started = std::thread::Builder::new().spawn_scoped(scope, work);
-                if started.is_err() {
-                    break;
-                }
-            }
-            work();
+        let last_first = items.into_iter().rev();
+        share(last_first, helpers, |panels: &mut Panels, mut item| {
+            panels.attend(self, &mut item);
         });
         Ok(())
     }

@@ -11,10 +11,11 @@ mod block;
 mod panels;
 
 use std::ops::Range;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use crate::Refused;
 use crate::product::ROWS;
+use crate::share::share;
 use block::Scratch;
 use panels::{Gathered, Panels};
 
@@ -169,32 +170,16 @@ impl Drift {
         let panels: Vec<OnceLock<Panels>> = (0..self.documents.len() * heads)
             .map(|_| OnceLock::new())
             .collect();
-        let blocks = Mutex::new(self.blocks(layer.k, layer.v, row));
-        let work = || {
-            let mut scratch = Scratch::default();
-            loop {
-                let next = blocks.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some(mut block) = next else { return };
-                for head in 0..heads {
-                    let panels = panels[block.document * heads + head].get_or_init(|| {
-                        Panels::new(&gathered, head, &self.documents[block.document])
-                    });
-                    let at = head * layer.dim..(head + 1) * layer.dim;
-                    scratch.correct(&self.settings, panels, &mut block, row, at, layer.rotation);
-                }
-            }
-        };
+        let blocks = self.blocks(layer.k, layer.v, row);
         let rows: usize = self.spans.iter().map(|span| span.tokens.len()).sum();
         let helpers = threads.min(rows.div_ceil(BLOCK)).saturating_sub(1);
-        std::thread::scope(|scope| {
-            for _ in 0..helpers {
-                // Where no thread can be had, the others do its part.
-                let started = std::thread::Builder::new().spawn_scoped(scope, work);
-                if started.is_err() {
-                    break;
-                }
+        share(blocks, helpers, |scratch: &mut Scratch, mut block| {
+            for head in 0..heads {
+                let panels = panels[block.document * heads + head]
+                    .get_or_init(|| Panels::new(&gathered, head, &self.documents[block.document]));
+                let at = head * layer.dim..(head + 1) * layer.dim;
+                scratch.correct(&self.settings, panels, &mut block, row, at, layer.rotation);
             }
-            work();
         });
         Ok(())
     }

@@ -8,6 +8,7 @@
 pub mod attention;
 pub mod drift;
 mod product;
+mod share;
 
 use std::fmt;
 
