@@ -8,6 +8,8 @@ mod breaker;
 mod chance;
 mod delivery;
 mod fault;
+#[cfg(test)]
+mod garbled;
 mod http;
 mod nodes;
 mod objects;
