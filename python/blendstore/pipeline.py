@@ -121,9 +121,13 @@ class Capture:
             for reservation, mask, offset in self.reservations
         ]
 
-    def commit(self) -> int:
-        """Publish everything; returns the number of chunks."""
-        return sum(reservation.commit(mask) for reservation, mask, _ in self.reservations)
+    def commit(self, without: Sequence[Writable] = ()) -> int:
+        """Publish everything but the chunks ``without``, whose bytes are no record; returns the number of chunks."""
+        missing = {(id(chunk.reservation), chunk.index) for chunk in without}
+        return sum(
+            reservation.commit(bytes(bit and (id(reservation), at) not in missing for at, bit in enumerate(mask)))
+            for reservation, mask, _ in self.reservations
+        )
 
     def abort(self) -> None:
         """Store nothing."""

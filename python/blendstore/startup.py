@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import numpy as np
 import torch
 
 from .blend import EngineModel, Geometry
+from .blend.answers import AnsweringModel, measure_of
 from .blend.selectors import SelectorSettings, make_selector
 from .blend.selftest import Proof, run_fresh
 from .budget import Budget
+from .codec import guard
+from .codec.guard import Code, Measure
 from .config import Config
 from .identity import weights_digest
 from .options import RequestOptions
@@ -34,7 +39,8 @@ class Refused(RuntimeError):
 def announcement(config: Config, geometry: Geometry, proof: Proof | None, refusal: str, name: str) -> str:
     """One line: what will be done with the model ``name``, or why not."""
     shape = f"{name}: {geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_dim}, {geometry.dtype}"
-    memory = f"{config.max_local_cpu_size:g} GiB of memory ({config.cache_policy})"
+    form = "" if config.local_format == "raw" else f", {config.local_format}"
+    memory = f"{config.max_local_cpu_size:g} GiB of memory ({config.cache_policy}{form})"
     if not config.enable_blending:
         return f"plain caching in {memory}, {shape}"
     if proof is None:
@@ -93,6 +99,45 @@ def calibrate(budget: Budget, model: EngineModel) -> None:
             spent = (time.perf_counter() - begin) * 1e3
         measured.append((float(count), spent))
     budget.calibrate(*measured)
+
+
+def guarded(
+    config: Config,
+    model: AnsweringModel | None,
+    tokenizer: str,
+    *,
+    trust_remote_code: bool,
+    together: Callable[[float], float] = float,
+) -> tuple[Config, int]:
+    """``config`` without what changes this model's answers by more than ``codec_max_kl``, and how many settings that
+    were. ``together`` gives all ranks the largest of their numbers, so that they decide alike. What can't be measured
+    is used as it is configured, with a warning."""
+    keys = guard.lossy(config)
+    if not keys:
+        return config, 0
+    measure: Measure | None = None
+    reason = "blending can't be proved for this model"
+    try:
+        if model is not None:
+            from transformers import AutoTokenizer
+
+            loaded: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+            measure = measure_of(model, guard.prose(loaded.encode))
+    except Exception as error:  # whatever a model or tokenizer says is the reason
+        reason = f"{type(error).__name__}: {error}"
+    # Above every bound where another rank can't measure: that rank takes part all the same.
+    if together(float(measure is None)):
+        log.warning("%s: not measured: %s", ", ".join(keys), reason)
+        return config, 0
+
+    def measured(code: Code) -> float:
+        kl = math.nan if measure is None else measure(code)
+        return together(math.inf if math.isnan(kl) else kl)
+
+    config, verdicts = guard.guarded(config, measured)
+    for verdict in verdicts:
+        log.info("%s: %s changes answers by a KL of %.3g", verdict.key, verdict.value, verdict.kl)
+    return config, sum(not verdict.kept for verdict in verdicts)
 
 
 def separators(config: Config, tokenizer: str, *, trust_remote_code: bool) -> SeparatorSegmenter | None:

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("checks", ["check_attention.py", "check_drift.py", "check_rows.py", "check_slots.py"])
+@pytest.mark.parametrize(
+    "checks", ["check_attention.py", "check_drift.py", "check_formats.py", "check_rows.py", "check_slots.py"]
+)
 def test_kernels_under_tritons_interpreter(checks: str) -> None:
     """In a process of its own: Triton decides on its import whether it interprets."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/kernels" / checks)]

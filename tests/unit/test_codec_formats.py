@@ -4,9 +4,10 @@ more documents."""
 import pytest
 import torch
 
+from blendstore.blend.kept import RecordError, format_of, packed_bytes_per_token
 from blendstore.blend.model import Geometry
-from blendstore.blend.records import LeaseRecords, RecordError, format_of, packed_bytes_per_token, write_record
-from blendstore.codec.formats import FORMATS, GROUP, Format, FormatError
+from blendstore.blend.records import LeaseRecords, write_record
+from blendstore.codec.formats import FORMATS, GROUP, Format, FormatError, checked
 from tests.records import reserve, small_store, tenant, text
 
 PACKED = [FORMATS["int8"], FORMATS["int4"]]
@@ -63,7 +64,7 @@ def test_case_c01_constant_values_come_back_and_what_is_not_finite_is_refused(pa
         kv = kv_of(40, 32)
         kv[1, 0, 7, 1, 3] = value
         with pytest.raises(FormatError, match="finite"):
-            packing.pack(kv)
+            checked(packing, kv)
 
 
 def geometry(dim: int = 64) -> Geometry:
@@ -83,7 +84,7 @@ def test_case_c02_a_record_says_which_format_it_has(packing: Format) -> None:
     meta = lease.meta(0)
     assert meta is not None and format_of(shape, meta.nbytes, meta.ntokens) is packing
     expected = packing.unpack(packing.pack(kv), torch.bfloat16)
-    assert torch.equal(LeaseRecords(shape, [(lease, 0)]).record(0), expected)
+    assert torch.equal(LeaseRecords(shape, [(lease, 0)]).kept(0).values(shape), expected)
 
 
 def test_formats_differ_in_size_and_other_sizes_are_no_record() -> None:

@@ -1,6 +1,6 @@
 """The blend core: runs a plan over an engine's own modules. Knows tensors, knows no engine; needs torch."""
 
-from .fused import warm_up
+from .fused import warm_up, warm_up_formats
 from .model import Attend, EngineModel, Geometry
 from .pinned import pin
 from .runner import BlendResult, BlendRunner, BlendSettings
@@ -19,4 +19,5 @@ __all__ = [
     "register_selector",
     "selector_names",
     "warm_up",
+    "warm_up_formats",
 ]

@@ -64,6 +64,15 @@ class CopyStream:
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
+    def now(self) -> torch.cuda.Event | None:
+        """A point in the order of the caller's stream, for `after`."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    def after(self, point: torch.cuda.Event | None) -> None:
+        """Make later copies wait for what the caller's stream held at ``point``."""
+        if self._stream is not None and point is not None:
+            self._stream.wait_event(point)
+
     def finish(self) -> None:
         """Wait on the host until all copies are done: their sources may change afterwards."""
         if self._stream is not None:

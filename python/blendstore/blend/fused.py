@@ -67,6 +67,21 @@ def tried(what: str, device: torch.device, kernel: Callable[[], T], plain: Calla
     return plain()
 
 
+def warm_up_formats(geometry: Geometry, name: str) -> None:
+    """Compile at start what records in the format ``name`` need."""
+    if name == "raw" or not usable(geometry.device):
+        return
+
+    def compiled() -> None:
+        from . import triton_formats
+
+        triton_formats.warm_up(
+            name=name, kv_heads=geometry.kv_heads, dim=geometry.head_dim, dtype=geometry.dtype, device=geometry.device
+        )
+
+    attempt("warm-up of formats", geometry.device, compiled, lambda: None)
+
+
 def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
     """Compile at start what a model of this geometry needs: some seconds a kernel, which its first prompt would wait
     for."""

@@ -22,7 +22,8 @@ from .copies import sent
 from .drift import DriftCorrection, DriftSettings, documents_of
 from .model import EngineModel
 from .selectors import Candidates, Combine, OptionValue, Reduce, SelectorSettings, make_selector
-from .transfer import RecordSource, WorkingKV, rows_of
+from .staged import rows_of
+from .transfer import RecordSource, WorkingKV
 
 
 @dataclass(frozen=True, slots=True)

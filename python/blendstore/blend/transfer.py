@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import BlendPlan, Ints, Span, SpanKind
+from ..plan import BlendPlan, Span, SpanKind
 from .blocks import uninitialised
-from .copies import CopyStream, sent
-from .fused import attempt, usable
+from .copies import sent
+from .fused import usable
 from .model import EngineModel, Geometry
 from .rotary import RotaryTable
-
-# Copies are started this many layers ahead of the layer that is asked for, of the first layers fewer: starting them
-# takes the host a while, and until the first layer is there the device has nothing to compute.
-_AHEAD = 8
-# Layers of one copy: fewer calls against a later start.
-_TOGETHER = 2
+from .staged import rows_of
+from .streamed import KeptRecords, Streamed, tables_of
 
 
 class RecordSource(Protocol):
@@ -34,18 +28,10 @@ class RecordSource(Protocol):
         """Per-token scores [ntokens] float32 kept with the chunk, or None."""
 
 
-@runtime_checkable
-class WholeRecords(Protocol):
-    """Records that lie in host memory as the engine wrote them, so that a device can copy them by itself."""
-
-    def record(self, chunk: int) -> Tensor:
-        """[layers, 2, ntokens, kv_heads, dim] in the engine's dtype, contiguous."""
-
-
 class Loader(Protocol):
     """Fills the cached rows of the working KV."""
 
-    def load(self, index: int) -> None:
+    def bring(self, index: int) -> None:
         """Make layer ``index`` valid for what the caller's stream does next."""
 
     def close(self, *, wait: bool) -> None:
@@ -69,8 +55,8 @@ class WorkingKV:
         self.data.index_fill_(2, fresh, 0)
         cached = [s for s in plan.spans if s.kind in (SpanKind.EXACT, SpanKind.REUSED)]
         self._loader: Loader
-        if usable(geometry.device) and isinstance(records, WholeRecords):
-            self._loader = _Streamed(geometry, self.data, cached, records, layerwise=layerwise)
+        if usable(geometry.device) and isinstance(records, KeptRecords):
+            self._loader = Streamed(geometry, self.data, cached, records, layerwise=layerwise)
         else:
             self._loader = _Direct(geometry, self.data, cached, records)
         self._ready = [False] * geometry.layers
@@ -79,7 +65,7 @@ class WorkingKV:
         """K and V of layer ``index``, cached rows in place."""
         k, v = self.data[index, 0], self.data[index, 1]
         if not self._ready[index]:
-            self._loader.load(index)
+            self._loader.bring(index)
             if self._prefix:
                 k[: self._prefix], v[: self._prefix] = self._model.read_slots(index, self._prefix)
             self._ready[index] = True
@@ -98,10 +84,10 @@ class _Direct:
         self._geometry, self._data, self._cached, self._records = geometry, data, cached, records
         self._turns = {
             id(table): {span.start: (cos, sin) for span, cos, sin in _rotations(table, cached, geometry.device)}
-            for table in _tables(geometry)
+            for table in tables_of(geometry)
         }
 
-    def load(self, index: int) -> None:
+    def bring(self, index: int) -> None:
         k, v = self._data[index, 0], self._data[index, 1]
         table = self._geometry.rotary[index]
         turns = {} if table is None else self._turns[id(table)]
@@ -119,94 +105,6 @@ class _Direct:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of one span: addresses in layer 0 of the working KV and of the record, bytes from K to V and on to the next
-    layer on both sides, and bytes of the rows."""
-
-    target: int
-    target_pitch: int
-    source: int
-    source_pitch: int
-    width: int
-
-    @classmethod
-    def of(cls, data: Tensor, span: Span, record: Tensor) -> Piece:
-        """Of ``data`` [layers, 2, tokens, kv_heads, dim] and ``record`` [layers, 2, ntokens, kv_heads, dim]."""
-        token, size = data.stride(2) * data.element_size(), data.element_size()
-        return cls(
-            data.data_ptr() + span.start * token,
-            data.stride(1) * size,
-            record.data_ptr() + span.row * token,
-            record.stride(1) * size,
-            len(span) * token,
-        )
-
-    def start(self, copies: CopyStream, first: int, count: int) -> None:
-        """Start copying the rows of ``count`` layers from layer ``first`` on: one call."""
-        target, source = self.target + 2 * first * self.target_pitch, self.source + 2 * first * self.source_pitch
-        copies.rows(target, self.target_pitch, source, self.source_pitch, self.width, 2 * count)
-
-
-class _Streamed:
-    """Copies that the device makes by itself, several layers ahead; keys are turned where they lie, in one launch a
-    layer."""
-
-    def __init__(
-        self, geometry: Geometry, data: Tensor, cached: Sequence[Span], records: WholeRecords, *, layerwise: bool
-    ) -> None:
-        self._geometry, self._data = geometry, data
-        self._layerwise = layerwise
-        self._held = {chunk: records.record(chunk) for chunk in {span.chunk for span in cached}}
-        self._pieces = [Piece.of(data, span, self._held[span.chunk]) for span in cached]
-        moved = [span for span in cached if span.source != span.start]
-        places = rows_of(moved, [span.start for span in moved], [span.source for span in moved])
-        self._stop = int(places.max()) + 1 if moved else 0
-        self._rows, self._sources = sent(torch.from_numpy(places.astype(np.int32)), geometry.device)
-        for table in _tables(geometry):
-            table.kept(max(self._stop, data.shape[2]), geometry.device)
-        self._copies = CopyStream(geometry.device)
-        self._marks: list[torch.cuda.Event | None] = []
-        self._started = 0
-
-    def load(self, index: int) -> None:
-        ahead = min(2 * index, _AHEAD) if self._layerwise else self._geometry.layers
-        self._start(min(index + 1 + ahead, self._geometry.layers))
-        self._copies.wait(self._marks[index if self._layerwise else -1])
-        table = self._geometry.rotary[index]
-        if table is not None and self._stop:
-            k = self._data[index, 0]
-            attempt("rotation", k.device, lambda: self._turn(table, k), lambda: self._turn_plainly(table, k))
-
-    def close(self, *, wait: bool) -> None:
-        if wait:
-            self._copies.finish()
-        self._held.clear()
-
-    def _start(self, stop: int) -> None:
-        """Start the copies of all layers below ``stop``."""
-        while self._started < stop:
-            first, count = self._started, min(_TOGETHER, self._geometry.layers - self._started)
-            for piece in self._pieces:
-                piece.start(self._copies, first, count)
-            self._marks += [self._copies.mark()] * count
-            self._started += count
-
-    def _turn(self, table: RotaryTable, k: Tensor) -> None:
-        from .triton_rows import turn
-
-        turn(table, k, self._rows, self._sources, self._stop)
-
-    def _turn_plainly(self, table: RotaryTable, k: Tensor) -> None:
-        rows, sources = self._rows.long(), self._sources.long()
-        cos, sin = (t.to(k.device) for t in table.between(sources, rows))
-        k[rows] = table.rotate(k[rows], cos, sin)
-
-
-def _tables(geometry: Geometry) -> list[RotaryTable]:
-    return list({id(t): t for t in geometry.rotary if t is not None}.values())
-
-
 def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) -> list[tuple[Span, Tensor, Tensor]]:
     """(span, cos, sin) of every span that stands elsewhere than where it was captured."""
     moved = [span for span in spans if span.source != span.start]
@@ -215,12 +113,3 @@ def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) 
     target, source = torch.from_numpy(rows_of(moved, [span.start for span in moved], [span.source for span in moved]))
     cos, sin = (torch.split(t.to(device), [len(span) for span in moved]) for t in table.between(source, target))
     return list(zip(moved, cos, sin, strict=True))
-
-
-def rows_of(spans: Sequence[Span], *firsts: Sequence[int]) -> Ints:
-    """``int64[len(firsts), rows]``: for the rows of all ``spans`` each of these numbers of their spans, counted up
-    within the span. By numpy, because torch would wake its threads, which takes milliseconds on a busy host."""
-    lengths = np.array([len(span) for span in spans], dtype=np.int64)
-    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    rows: Ints = np.repeat(np.array(firsts, dtype=np.int64), lengths, axis=1) + within
-    return rows

@@ -10,7 +10,7 @@ gathers rows of a token finds everything it needs to dequantise them:
 - ``int4`` keys: the same bytes, but scale and minimum belong to a channel in a group of 32 tokens: token t of a group
   carries those of the channels ``t, t + 32, …``. The tokens behind the last whole group are kept like values.
 
-Rows of values that aren't finite can't be kept so: `pack` refuses them, and the record is not stored.
+Rows of values that aren't finite can't be kept so: `holds` tells, `checked` refuses them, and the record is not stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 GROUP = 32
 """Tokens whose keys share scales, in ``int4``."""
 _SMALLEST = 16  # elements of a head, below which scales take more than they save
-_TINY = 6e-8  # smallest float16 above zero
+TINY, LARGEST = 6e-8, 65_504.0
+"""The smallest scale, about the smallest float16 above zero, and the largest float16."""
+WRONG = "keys or values that aren't finite, or are too large for a float16 scale"
 
 
 class FormatError(ValueError):
@@ -46,7 +48,7 @@ class Format(Protocol):
 
     def pack(self, kv: Tensor) -> Tensor:
         """``[layers, 2, tokens, kv_heads, dim]`` to uint8 ``[layers, 2, tokens, kv_heads, head_bytes]``, contiguous.
-        Raises `FormatError` for values that aren't finite, or too large for float16."""
+        Values that the format doesn't hold (`holds`) become any others."""
 
     def unpack(self, packed: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """Back to ``[…, rows, kv_heads, dim]`` in ``dtype``, of any number of layers."""
@@ -84,8 +86,8 @@ class Int8:
         return dim + 2
 
     def pack(self, kv: Tensor) -> Tensor:
-        x = _finite(kv)
-        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(_TINY).half()
+        x = kv.float()
+        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(TINY).half()
         q = (x / scale.float()).round().clamp_(-127, 127).to(torch.int8)
         return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], -1)
 
@@ -111,7 +113,7 @@ class Int4:
         layers, _, tokens, heads, dim = kv.shape
         whole = tokens // GROUP * GROUP
         pairs = _pairs(dim)
-        x: Any = _finite(kv)
+        x: Any = kv.float()
         out = torch.zeros(layers, 2, tokens, heads, self.head_bytes(dim, 0), dtype=torch.uint8, device=kv.device)
         parts = [_quarter(part, -1) for part in x.split(GROUP, -1)]
         out[..., : dim // 2] = _halves(torch.cat([q for q, _, _ in parts], -1))
@@ -152,11 +154,21 @@ FORMATS: dict[str, Format] = {"raw": Raw(), "int8": Int8(), "int4": Int4()}
 """By name."""
 
 
-def _finite(kv: Tensor) -> Tensor:
-    x = kv.float()
-    if not bool((x.abs() <= 65_504).all()):
-        raise FormatError("keys or values that aren't finite, or are too large for a float16 scale")
-    return x
+def holds(packing: Format, kv: Tensor) -> Tensor:
+    """Whether the format holds these values, as a bool [] on their device, for which the host doesn't wait: they must
+    be finite, and not too large for a float16 scale."""
+    if packing.name == "raw":
+        return torch.ones((), dtype=torch.bool, device=kv.device)
+    # No NaN is within the bounds.
+    least, most = kv.aminmax()
+    return (least >= -LARGEST) & (most <= LARGEST)
+
+
+def checked(packing: Format, kv: Tensor) -> Tensor:
+    """What `Format.pack` makes of it. Raises `FormatError` for values that the format doesn't hold."""
+    if not bool(holds(packing, kv)):
+        raise FormatError(WRONG)
+    return packing.pack(kv)
 
 
 def _pairs(dim: int) -> int:
@@ -176,7 +188,7 @@ def _quarter(x: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
     """Values 0 … 15 (uint8), scale and minimum (float16) along ``axis``."""
     low = x.amin(axis, keepdim=True).half()
     high = x.amax(axis, keepdim=True)
-    scale = ((high - low.float()) / 15).clamp(_TINY, 65_504).half()
+    scale = ((high - low.float()) / 15).clamp(TINY, 65_504).half()
     return ((x - low.float()) / scale.float()).round().clamp_(0, 15).to(torch.uint8), scale, low
 
 

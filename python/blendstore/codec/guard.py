@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, FormatError
+from .formats import FORMATS, FormatError, checked
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -103,7 +103,7 @@ def _formatted(name: str, chunk: int, kv: Any) -> Tensor:
 
 def _packed(packing: Any, part: Tensor) -> Tensor:
     try:
-        back: Tensor = packing.unpack(packing.pack(part), part.dtype)
+        back: Tensor = packing.unpack(checked(packing, part), part.dtype)
     except FormatError:  # such a record is not stored
         return part
     return back

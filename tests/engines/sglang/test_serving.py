@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from blendstore.codec.formats import FORMATS
 from blendstore.options import RequestOptions
 from tests.engines.sglang.forked import in_scheduler
 from tests.engines.sglang.models import SEPARATOR, folder_of
@@ -172,15 +173,15 @@ def failing(context: Any) -> list[Any]:
             outlook.prepared.release()
         return "filled"
 
-    view, module = records.record_view, cast(Any, records)
+    view, module = records.LeaseRecords.kept, cast(Any, records).LeaseRecords
     for kind, told in ((OSError, "the medium is gone"), (ValueError, "wrong length")):
 
         def broken(*_: Any, kind: type[Exception] = kind, told: str = told) -> Any:
             raise kind(told)
 
-        module.record_view = broken
+        module.kept = broken
         out.append(attempt())
-    module.record_view = view
+    module.kept = view
     looked = bench.serving.look(array, tenant, held=0, exact=True, limit=len(tokens) - 1, blend=True)
     looked.prepared.release()
     try:
@@ -204,6 +205,40 @@ def restarted(context: Any, folder: str) -> dict[str, Any]:
         first.keep(prompt(document))
     first.serving.store.close()
     return Bench(context, **config).blend(prompt(B, A), ratio=1.0)
+
+
+def packed(context: Any) -> dict[str, Any]:
+    """A prompt that comes back in the order that it was kept in, in each format; a document with a value that is no
+    number; and what the guard leaves of a format."""
+    out: dict[str, Any] = {}
+    for name in FORMATS:
+        bench = Bench(context, local_format=name, codec_max_kl=1e3)
+        bench.keep(prompt(A, B))
+        used = bench.serving.store.stats()["bytes_used"]
+        out[name] = {**bench.blend(prompt(A, B)), "bytes": used}
+        if name == "raw":
+            continue
+        bench = Bench(context, local_format=name, codec_max_kl=1e3)
+        own = bench.own
+
+        def broken(tokens: list[int], own: Any = own) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            layers: list[tuple[torch.Tensor, torch.Tensor]] = own(tokens)
+            layers[-1][1][len(tokens) - QUESTION - SEPARATORS - 1, 0, 3] = torch.nan
+            return layers
+
+        cast(Any, bench).own = broken
+        bench.keep(prompt(D))
+        tokens = np.array(D, dtype=np.uint32)
+        keys = bench.serving.pipeline("").namespace(RequestOptions()).chain_keys(tokens, chunk_size=32)
+        with bench.serving.store.lookup(keys) as lease:
+            out[f"not a number, {name}"] = [lease.meta(at) is not None for at in range(len(lease))]
+        out[f"errors, {name}"] = bench.serving.metrics.counts["store_error"]
+    for bound, blending in ((0, True), (1e3, True), (0, False)):
+        more = {} if blending else {"enable_blending": False, "require_blending": False}
+        bench = Bench(context, local_format="int4", codec_max_kl=bound, **more)
+        kept = bench.serving.config.local_format, bench.serving.metrics.counts["codec_fallback"]
+        out[f"guard {bound:g} {blending}"] = kept
+    return out
 
 
 def budgeted(context: Any) -> dict[str, Any]:
@@ -332,6 +367,20 @@ def test_documents_outlive_the_server_on_a_disk(tmp_path: Path) -> None:
     (row,) = in_scheduler(functools.partial(restarted, folder=str(tmp_path)), str(folder_of("llama")))
     assert row["exact"] + row["recomputed"] == SYSTEM + len(A) + len(B)
     assert row["largest"] <= 2e-4
+
+
+def test_documents_in_fewer_bits_come_back_within_their_steps_and_a_guard_watches_them() -> None:
+    (found,) = in_scheduler(packed, str(folder_of("llama")))
+    for name, least, most, share in (("raw", 0, 2e-4, 1), ("int8", 1e-4, 0.05, 0.65), ("int4", 1e-3, 0.6, 0.5)):
+        row = found[name]
+        assert row["exact"] == SYSTEM + len(A) + len(B) + QUESTION - 1, "the prompt stands as it was kept"
+        assert least <= row["largest"] <= most, name
+        assert row["bytes"] <= share * found["raw"]["bytes"]
+    for name in ("int8", "int4"):
+        assert found[f"not a number, {name}"] == [True, False], "the record that has it, and no other"
+        assert found[f"errors, {name}"] == 1
+    assert found["guard 0 True"] == found["guard 0 False"] == ("raw", 1)
+    assert found["guard 1000 True"] == ("int4", 0)
 
 
 def test_a_lora_adapter_finds_its_own_kv_and_no_other() -> None:

@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from blendstore.codec.formats import FORMATS
 from blendstore.config import Config
 from blendstore.options import RequestOptions
+from blendstore.startup import guarded
 from blendstore.tiers import Payload, open_store
 from blendstore_vllm.messages import Ask, Keep, Load
 from blendstore_vllm.scheduling import first_sight
 from blendstore_vllm.telemetry import Recorder
 from tests.engines.vllm.engines import CONFIG
-from tests.engines.vllm.prompts import TAILED, A, B, C, D, prompt
+from tests.engines.vllm.models import SEPARATOR
+from tests.engines.vllm.prompts import QUESTION, TAILED, A, B, C, D, prompt
 
 KINDS = ("prefix", "exact", "reused", "recomputed", "fresh")
 
@@ -228,18 +231,18 @@ def failing() -> list[Any]:
     bench = Bench()
     bench.keep(prompt(A))
     bench.keep(prompt(B))
-    module: Any = records
-    view, out = records.record_view, list[Any]()
+    module: Any = records.LeaseRecords
+    view, out = records.LeaseRecords.kept, list[Any]()
     for kind in (OSError, ValueError):
 
         def broken(*_: Any, kind: type[Exception] = kind) -> Any:
             raise kind("broken")
 
-        module.record_view = broken
+        module.kept = broken
         try:
             row = bench.blend(prompt(B, A), ratio=1.0)
         finally:
-            module.record_view = view
+            module.kept = view
         out.append((len(row["failed"]), bench.serving.metrics.counts["fallback"]))
     again = bench.blend(prompt(B, A), ratio=1.0)
     out.append((again["failed"], again["largest"]))
@@ -260,6 +263,45 @@ def restarted(folder: str) -> dict[str, Any]:
     row = Bench(**config).blend(prompt(B, A), ratio=1.0)
     del row["kv"]
     return row
+
+
+@torch.inference_mode()
+def packed() -> dict[str, Any]:
+    """A prompt that comes back in the order that it was kept in, in each format; a document with a value that is no
+    number; and what the guard leaves of a format."""
+    out: dict[str, Any] = {}
+    for name in FORMATS:
+        bench = Bench(local_format=name)
+        bench.keep(prompt(A, B))
+        used = bench.serving.store.stats()["bytes_used"]
+        out[name] = {**bench.blend(prompt(A, B)), "bytes": used}
+        del out[name]["kv"]
+        if name == "raw":
+            continue
+        bench = Bench(local_format=name)
+        tokens = prompt(D)
+        own = bench.own(tokens)
+        at = len(tokens) - len(QUESTION) - len(SEPARATOR) - 1
+        slots = bench.serving.slots(bench.blocks(len(tokens)), len(tokens))
+        own[-1][1][at, 0, 3] = torch.nan
+        bench.kv.write(len(own) - 1, slots, *own[-1])
+        bench.serving.keep(Keep(bench.ask(tokens), bench.blocks(len(tokens)), loaded=False))
+        own[-1][1][at, 0, 3] = 0
+        bench.kv.write(len(own) - 1, slots, *own[-1])
+        keys = (
+            bench.serving._pipeline("")
+            .namespace(RequestOptions())
+            .chain_keys(np.array(D, dtype=np.uint32), chunk_size=bench.config.chunk_size)
+        )
+        with bench.serving.store.lookup(keys) as lease:
+            out[f"not a number, {name}"] = [lease.meta(at) is not None for at in range(len(lease))]
+        out[f"errors, {name}"] = bench.serving.metrics.counts["store_error"]
+    for bound in (0, 1e3):
+        bench = Bench(local_format="int4", codec_max_kl=bound)
+        tokenizer = bench.whole.model_config.tokenizer
+        kept, given_up = guarded(bench.config, bench.serving.model, tokenizer, trust_remote_code=False)
+        out[f"guard {bound:g}"] = kept.local_format, given_up
+    return out
 
 
 def waiting() -> dict[str, Any]:

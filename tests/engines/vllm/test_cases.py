@@ -93,6 +93,20 @@ def test_documents_outlive_the_server_on_a_disk(blending: Engine, tmp_path: Path
     assert row["largest"] <= 2e-4
 
 
+def test_documents_in_fewer_bits_come_back_within_their_steps_and_a_guard_watches_them(blending: Engine) -> None:
+    found = blending.case("packed")
+    for name, least, most, share in (("raw", 0, 2e-4, 1), ("int8", 1e-4, 0.05, 0.65), ("int4", 1e-3, 0.6, 0.5)):
+        row = found[name]
+        assert row["exact"] == len([*SYSTEM, *A, *B, *QUESTION]) - 1, "the prompt stands as it was kept"
+        assert least <= row["largest"] <= most, name
+        assert row["bytes"] <= share * found["raw"]["bytes"]
+    for name in ("int8", "int4"):
+        *others, last = found[f"not a number, {name}"]
+        assert all(others) and not last, "the record that has it, and no other"
+        assert found[f"errors, {name}"] == 1
+    assert (found["guard 0"], found["guard 1000"]) == (("raw", 1), ("int4", 0))
+
+
 def test_a_prompt_waits_for_lower_tiers_outside_of_the_engines_steps_and_not_for_ever(blending: Engine) -> None:
     found, whole = blending.case("waiting"), len(prompt(A)) - 1
     assert [found[name].waiting for name in ("first", "again", "brought", "late")] == [True, True, False, False]

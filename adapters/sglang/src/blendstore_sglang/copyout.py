@@ -1,8 +1,8 @@
 """Copies of new documents out of the engine's KV pool into reserved records, beside what the engine computes.
 
-On a device: one launch gathers some records' rows of all layers into a staging buffer, and each record leaves it in one
-copy to page-locked memory. All of it is in order on the side stream, so the next launch waits for the copies there and
-the host for nothing.
+One launch gathers some records' rows of all layers into a staging buffer, which each record leaves in one copy, packed
+before where its format isn't the engine's own. On a device the copy is to page-locked memory, and all of it is in order
+on the side stream, so the next launch waits for the copies there and the host for nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from blendstore.blend import Geometry
 from blendstore.blend.copies import sent
-from blendstore.blend.records import record_view
+from blendstore.blend.kept import Kept
+from blendstore.blend.packing import Packing
 from blendstore.blend.slots import SlotRows
 from blendstore.pipeline import Writable
 
@@ -46,34 +47,40 @@ class CopyOut:
         """What `admit` counted has been copied."""
         self._under_way -= nbytes
 
-    def start(self, chunks: Sequence[Writable], slots: Tensor) -> None:
-        """Copy on the caller's stream; ``slots`` [n] int64 are those of the prompt's first n tokens."""
-        records = [record_view(self._geometry, chunk.reservation.buffer(chunk.index)) for chunk in chunks]
+    def start(self, chunks: Sequence[Writable], slots: Tensor) -> Packing[Writable]:
+        """Copy on the caller's stream; ``slots`` [n] int64 are those of the prompt's first n tokens. The result says
+        afterwards which records are refused."""
+        records = [Kept.of(self._geometry, c.reservation.buffer(c.index), c.stop - c.start) for c in chunks]
         picked = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         slots = slots[sent(torch.from_numpy(picked), slots.device)]
+        packing: Packing[Writable] = Packing(slots.device)
         begin = 0
-        for part in self._parts(records):
-            lengths = [record.shape[2] for record in part]
+        for part in self._parts(chunks):
+            lengths = [chunk.stop - chunk.start for chunk in part]
             taken = slots[begin : begin + sum(lengths)]
             begin += sum(lengths)
-            if slots.device.type == "cpu":
-                for record, slot in zip(part, torch.split(taken, lengths), strict=True):
-                    self.rows.gather(slot, [slot.shape[0]], record.view(-1))
-                continue
             staging = self._room(self.rows.numel(sum(lengths)))
             self.rows.gather(taken, lengths, staging)
             staged = torch.split(staging, [self.rows.numel(length) for length in lengths])
-            for record, source in zip(part, staged, strict=True):
-                record.view(-1).copy_(source, non_blocking=True)
+            for chunk, record, source in zip(part, records[: len(part)], staged, strict=True):
+                values = source.view((*record.data.shape[:-1], self._geometry.head_dim))
+                packed = values.view(torch.uint8) if record.raw else packing.packed(chunk, record.packing, values)
+                record.data.copy_(packed, non_blocking=True)
+            del records[: len(part)]
+        packing.tell()
+        return packing
 
-    def _parts(self, records: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Records that fit the staging buffer together."""
-        part: list[Tensor] = []
-        for record in records:
-            if part and sum(r.nbytes for r in part) + record.nbytes > STAGING:
+    def _parts(self, chunks: Sequence[Writable]) -> Iterator[list[Writable]]:
+        """Chunks whose rows fit the staging buffer together."""
+        part: list[Writable] = []
+        tokens = 0
+        for chunk in chunks:
+            length = chunk.stop - chunk.start
+            if part and (tokens + length) * self._geometry.bytes_per_token > STAGING:
                 yield part
-                part = []
-            part.append(record)
+                part, tokens = [], 0
+            part.append(chunk)
+            tokens += length
         if part:
             yield part
 

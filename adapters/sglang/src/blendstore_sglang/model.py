@@ -7,13 +7,14 @@ letting that loop run up to there; the attention backend is swapped for one call
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor, nn
 
@@ -48,10 +49,11 @@ class _Reached(Exception):
 
 
 class _Routed(AttentionBackend):  # type: ignore[misc]
-    """The attention backend of one layer call: hands q, k, v to the runner and writes nothing."""
+    """An attention backend that hands q, k, v to the runner and writes nothing."""
 
-    def __init__(self, attend: Attend, pool: Any) -> None:
-        self._attend = attend
+    def __init__(self, attends: Callable[[int], Attend], pool: Any) -> None:
+        """``attends(i)`` is the attention of layer i."""
+        self._attends = attends
         self.token_to_kv_pool = pool
 
     def forward(
@@ -61,7 +63,7 @@ class _Routed(AttentionBackend):  # type: ignore[misc]
         if unknown or k is None:
             raise Refused(f"layer {layer.layer_id}: its attention takes {unknown[0] if unknown else 'another layer'!r}")
         heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
-        out = self._attend(
+        out = self._attends(layer.layer_id)(
             q.reshape(-1, heads, dim),
             k.reshape(-1, kv_heads, dim),
             v.reshape(-1, kv_heads, dim),
@@ -131,7 +133,7 @@ class SGLangModel:
         batch = state.batch
         if batch is None:
             batch = make_batch(state.ids, positions)
-        with forward_context(ForwardContext(attn_backend=_Routed(attend, _NoPool()))):
+        with forward_context(ForwardContext(attn_backend=_Routed(lambda _: attend, _NoPool()))):
             if state.hidden is None:
                 state = self._enter(state, positions, batch)
             # The engine's fused norms write into their input, and the runner may run one state twice.
@@ -168,6 +170,18 @@ class SGLangModel:
             return scores
         summed: Tensor = self._group.all_reduce(scores.contiguous())
         return summed
+
+    def answers(self, ids: Tensor, positions: Tensor, attends: Callable[[int], Attend]) -> Tensor:
+        """Each row as a sequence of its own that is at its next token: so the engine gives the logits of all rows."""
+        batch = replace(
+            make_batch(ids, positions),
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(ids),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        with forward_context(ForwardContext(attn_backend=_Routed(attends, _NoPool()))):
+            logits: Tensor = self._runner.model.forward(ids, positions, batch).next_token_logits
+        return logits
 
     def _enter(self, state: State, positions: Tensor, batch: Any) -> State:
         """Run the engine's loop up to its first layer: embeddings, their scaling, and what all layers are given."""

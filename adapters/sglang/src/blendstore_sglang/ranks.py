@@ -39,6 +39,14 @@ class Ranks:
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
 
+    def largest(self, number: float) -> float:
+        """The largest ``number`` of all ranks."""
+        if self.size == 1:
+            return number
+        told = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        return float(told.item())
+
 
 def _digest(plan: BlendPlan) -> int:
     """63 bits over what decides how a plan runs; where a rank keeps its records does not."""

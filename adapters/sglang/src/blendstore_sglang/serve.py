@@ -19,13 +19,16 @@ from torch import Tensor
 from blendstore import Namespace, Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
 from blendstore.blend.copies import sent
+from blendstore.blend.kept import bytes_in_format
+from blendstore.blend.packing import Packing
 from blendstore.blend.records import LeaseRecords, restore
 from blendstore.budget import TAIL, Budget, computed_from, head, rows
+from blendstore.codec.formats import WRONG, FormatError
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, namespace
 from blendstore.metrics import ServingMetrics
 from blendstore.options import RequestOptions
-from blendstore.pipeline import Pipeline, Prepared
+from blendstore.pipeline import Pipeline, Prepared, Writable
 from blendstore.plan import BlendPlan, SpanKind
 from blendstore.segments import SeparatorSegmenter
 from blendstore.serving import Served, describe, settings, whole_layers, without_question
@@ -123,6 +126,7 @@ class Serving:
                 self.config,
                 made,
                 bytes_per_token=self.geometry.bytes_per_token,
+                packed_bytes_per_token=bytes_in_format(self.geometry, self.config.local_format),
                 # What isn't blended is restored as one chain, which separators would cut.
                 separators=None if lora else self.separators,
             )
@@ -281,12 +285,17 @@ class Serving:
             done()
             return
 
+        packing: Packing[Writable] | None = None
+
         def publish(read: Tensor = slots) -> None:
             del read  # held until now: the copies have read it on another stream than its own
             self.copies.finished(nbytes)
             self.epoch += 1
             try:
-                self.metrics.event("stored", capture.commit())
+                refused = [] if packing is None else packing.refused()
+                self.metrics.event("stored", capture.commit(without=refused))
+                if refused:
+                    self._not_stored(FormatError(WRONG))
             except Exception as error:
                 capture.abort()
                 self._not_stored(error)
@@ -294,7 +303,7 @@ class Serving:
 
         try:
             with self.streams.copying(publish), torch.inference_mode():
-                self.copies.start(chunks, slots)
+                packing = self.copies.start(chunks, slots)
         except Exception as error:
             self.copies.finished(nbytes)
             capture.abort()

@@ -7,12 +7,22 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from blendstore.blend import Geometry, pin, warm_up
+from blendstore.blend import Geometry, pin, warm_up, warm_up_formats
 from blendstore.blend.selftest import GeometryError
+from blendstore.codec import guard
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
-from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, prove_selector, separators
+from blendstore.startup import (
+    Refused,
+    announcement,
+    calibrate,
+    files_digest,
+    guarded,
+    loaded_digest,
+    prove_selector,
+    separators,
+)
 from blendstore.tiers import Payload, open_store
 
 from .cache import BlendingCache
@@ -34,6 +44,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
     model, proof, refusal = None, None, ""
     if config.enable_blending:
         prove_selector(config, runner.token_to_kv_pool.layer_num)
+    if config.enable_blending or guard.lossy(config):
         try:
             _refuse_blending(arguments)
             model = SGLangModel(runner, context.tp_group, version)
@@ -42,7 +53,15 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             if config.require_blending:
                 raise
             model, refusal = None, str(error)
-            log.warning("blending is refused for %s, plain caching stays on: %s", type(runner.model).__name__, refusal)
+    if config.enable_blending and model is None:
+        log.warning("blending is refused for %s, plain caching stays on: %s", type(runner.model).__name__, refusal)
+    ranks = Ranks(context.params.tp_cache_group if context.tp_size > 1 else None)
+    tokenizer = arguments.tokenizer_path or arguments.model_path
+    trust = arguments.trust_remote_code
+    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust, together=ranks.largest)
+    metrics.event("codec_fallback", given_up)
+    if not config.enable_blending:
+        model = None
     geometry = model.geometry if model is not None else _plain_geometry(runner)
     files = files_digest(arguments.model_path, revision=arguments.revision, dummy=arguments.load_format == "dummy")
 
@@ -66,21 +85,16 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
         pool=context.params.token_to_kv_pool_allocator.get_kvcache(),
         store=store,
         identity=identity,
-        separators=separators(
-            config,
-            arguments.tokenizer_path or arguments.model_path,
-            trust_remote_code=arguments.trust_remote_code,
-        )
-        if model is not None
-        else None,
+        separators=separators(config, tokenizer, trust_remote_code=trust) if model is not None else None,
         metrics=metrics,
         page_size=context.params.page_size,
         streams=Streams(runner.forward_stream if geometry.device.type == "cuda" else None),
         pinned=pin(store, geometry.device),
-        ranks=Ranks(context.params.tp_cache_group if context.tp_size > 1 else None),
+        ranks=ranks,
     )
     if geometry.device.type == "cuda":
         serving.copies.rows.warm_up()
+        warm_up_formats(geometry, config.local_format)
     if model is not None:
         warm_up(geometry, model.softcap)
         if config.blend_budget_ms:

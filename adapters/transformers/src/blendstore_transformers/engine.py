@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Dyna
 
 from blendstore._core import Store
 from blendstore.blend import BlendRunner, BlendSettings, Geometry, pin, warm_up
-from blendstore.blend.records import LeaseRecords, packed_bytes_per_token, restore, write_record
+from blendstore.blend.kept import bytes_in_format
+from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
 from blendstore.codec import guard
-from blendstore.codec.formats import FORMATS
 from blendstore.config import Config
 from blendstore.identity import namespace
 from blendstore.options import RequestOptions
@@ -109,14 +109,12 @@ class Engine:
         separators = None
         if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:
             separators = SeparatorSegmenter.of_tokenizer(tokenizer, config.blend_special_str)
-        packing = FORMATS[config.local_format]
-        fits = packing.fits(self.geometry.head_dim)
         self.pipeline = Pipeline(
             self.store,
             config,
             partial(namespace, made),
             bytes_per_token=self.geometry.bytes_per_token,
-            packed_bytes_per_token=packed_bytes_per_token(self.geometry, packing) if fits else None,
+            packed_bytes_per_token=bytes_in_format(self.geometry, config.local_format),
             separators=separators,
         )
         log.info("blendstore: %s", self.describe())

@@ -7,8 +7,8 @@ letting that loop run up to there (uncompiled); the forward of a layer's attenti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class VLLMModel:
     """The blend core's view of the model of one worker. Raises `Refused` with the reason."""
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
-        self._config = vllm_config
+        self._model, self._config = model, vllm_config
         self.decoder = decoder_of(model)
         self._layers: list[Any] = list(self.decoder.layers)
         self.attentions = [_attention(index, layer) for index, layer in enumerate(self._layers)]
@@ -126,6 +126,16 @@ class VLLMModel:
 
     def all_reduce(self, scores: Tensor) -> Tensor:
         return scores
+
+    def answers(self, ids: Tensor, positions: Tensor, attends: Callable[[int], Attend]) -> Tensor:
+        with ExitStack() as routes:
+            routes.enter_context(self.entered(ids.shape[0]))
+            for index, attention in enumerate(self.attentions):
+                routes.enter_context(_routed(attention, attends(index)))
+            # Not through __call__, which may be a compiled graph of the whole model.
+            hidden = self.decoder.forward(ids, positions, None)
+        logits: Tensor = self._model.compute_logits(hidden[0] if isinstance(hidden, tuple) else hidden)
+        return logits
 
     def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Run the engine's loop up to its first layer: embeddings and their scaling."""

@@ -1,8 +1,8 @@
 """Copies of new documents out of the engine's cache into reserved records, beside what the engine computes.
 
-On a device they are gathered into staging memory by the engine's own stream, so that the blocks may be written again by
-whatever comes next, and leave from there on a stream of their own. The host waits for nothing; where too much is staged
-the engine's stream waits for the oldest copies.
+They are gathered into staging memory, and packed where the records want it, by the engine's own stream, so that the
+blocks may be written again by whatever comes next, and leave from there on a stream of their own. The host waits for
+nothing; where too much is staged the engine's stream waits for the oldest copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from blendstore.blend import Geometry
 from blendstore.blend.copies import CopyStream
-from blendstore.blend.records import record_view
+from blendstore.blend.kept import Kept
+from blendstore.blend.packing import Packing
+from blendstore.blend.staged import Piece
 from blendstore.pipeline import Writable
 
 from .layout import PagedKV
@@ -30,51 +32,60 @@ class Outgoing:
 
     def __init__(self, geometry: Geometry, kv: PagedKV) -> None:
         self._geometry, self._kv = geometry, kv
-        self._staged: deque[tuple[Any, Tensor]] = deque()
+        self._staged: deque[tuple[Any, list[Tensor]]] = deque()
+        """What is being copied: gathered KV, and what was packed of it."""
 
-    def send(self, chunks: Sequence[Writable], slots: Tensor) -> Any:
+    def send(self, chunks: Sequence[Writable], slots: Tensor) -> tuple[Any, Packing[Writable]]:
         """Start copying; ``slots`` [n] int64 are those of the prompt's first n tokens. Returns the event after which
-        the chunks are filled, or None when they are. If it raises, nothing is written to them any more."""
-        records = [record_view(self._geometry, chunk.reservation.buffer(chunk.index)) for chunk in chunks]
-        if self._geometry.device.type != "cuda":
-            for chunk, record in zip(chunks, records, strict=True):
-                self._kv.copy_out(slots[chunk.start : chunk.stop], record)
-            return None
-        event = None
+        the chunks are filled, or None when they are, and what says then which of them are refused. If it raises,
+        nothing is written to them any more."""
+        records = [Kept.of(self._geometry, c.reservation.buffer(c.index), c.stop - c.start) for c in chunks]
+        packing: Packing[Writable] = Packing(slots.device)
+        copies = CopyStream(slots.device)
         try:
             for part in self._parts(chunks):
-                event = self.gathered(part, records[: len(part)], slots)
+                self._start(part, records[: len(part)], slots, packing, copies)
                 del records[: len(part)]
+            event = copies.mark()
         except BaseException:
-            torch.cuda.synchronize(self._geometry.device)
+            if self._geometry.device.type == "cuda":
+                torch.cuda.synchronize(self._geometry.device)
             raise
-        return event
+        return event, packing
 
-    def gathered(self, chunks: Sequence[Writable], records: Sequence[Tensor], slots: Tensor) -> Any:
-        """Copy ``chunks`` to their ``records`` through staging memory; returns the event, or None on a CPU."""
+    def _start(
+        self,
+        chunks: Sequence[Writable],
+        records: Sequence[Kept],
+        slots: Tensor,
+        packing: Packing[Writable],
+        copies: CopyStream,
+    ) -> None:
+        """Start copying ``chunks`` to their ``records`` through staging memory."""
         geometry = self._geometry
         lengths = [chunk.stop - chunk.start for chunk in chunks]
-        count, row = sum(lengths), geometry.kv_heads * geometry.head_dim * geometry.dtype.itemsize
+        count = sum(lengths)
         self._make_room(count * geometry.bytes_per_token)
         staged = torch.empty(
             (geometry.layers, 2, count, geometry.kv_heads, geometry.head_dim), dtype=geometry.dtype, device=slots.device
         )
         self._kv.copy_out(torch.cat([slots[chunk.start : chunk.stop] for chunk in chunks]), staged)
-        copies = CopyStream(slots.device)
-        at = staged.data_ptr()
-        for length, record in zip(lengths, records, strict=True):
-            width = length * row
-            copies.rows(record.data_ptr(), width, at, count * row, width, 2 * geometry.layers)
-            at += width
+        sources = [
+            values.view(torch.uint8) if record.raw else packing.packed(chunk, record.packing, values)
+            for chunk, record, values in zip(chunks, records, torch.split(staged, lengths, 2), strict=True)
+        ]
+        packing.tell()
+        copies.after(copies.now())
+        for length, record, source in zip(lengths, records, sources, strict=True):
+            Piece.of(record.data, 0, source, 0, length).start(copies, 0, geometry.layers)
         event = copies.mark()
         if event is not None:
-            self._staged.append((event, staged))
-        return event
+            self._staged.append((event, [staged, *sources]))
 
     def _make_room(self, nbytes: int) -> None:
-        held = sum(staged.nbytes for _, staged in self._staged)
+        held = sum(staged.nbytes for _, (staged, *_) in self._staged)
         while self._staged:
-            event, staged = self._staged[0]
+            event, (staged, *_) = self._staged[0]
             if not event.query():
                 if held + nbytes <= STAGED:
                     return

@@ -21,8 +21,10 @@ from torch import Tensor
 from blendstore import Namespace, Store, Ticket
 from blendstore.blend import BlendRunner, BlendSettings, Geometry
 from blendstore.blend.copies import sent
+from blendstore.blend.kept import bytes_in_format
 from blendstore.blend.records import LeaseRecords, restore
 from blendstore.budget import Budget, computed_from, head, rows
+from blendstore.codec.formats import WRONG, FormatError
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity, namespace
 from blendstore.options import RequestOptions
@@ -201,6 +203,7 @@ class Serving:
                     replace(self.config, enable_blending=False) if lora else self.config,
                     made,
                     bytes_per_token=self.geometry.bytes_per_token,
+                    packed_bytes_per_token=bytes_in_format(self.geometry, self.config.local_format),
                     separators=None if lora else self.separators,
                 )
             return found
@@ -302,14 +305,19 @@ class Serving:
         capture = pipeline.capture(done)
         try:
             chunks = list(capture.chunks())
-            event = self.outgoing.send(chunks, slots) if chunks else None
+            if not chunks:
+                return
+            event, packing = self.outgoing.send(chunks, slots)
         except BaseException:
             capture.abort()
             raise
 
         def publish() -> None:
             try:
-                self.metrics.event("stored", capture.commit())
+                refused = packing.refused()
+                self.metrics.event("stored", capture.commit(without=refused))
+                if refused:
+                    self._not_stored(FormatError(WRONG))
             except Exception as error:
                 capture.abort()
                 self._not_stored(error)

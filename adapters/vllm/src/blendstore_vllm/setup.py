@@ -8,12 +8,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from blendstore.blend import Geometry, pin, warm_up
+from blendstore.blend import Geometry, pin, warm_up, warm_up_formats
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError
+from blendstore.codec import guard
 from blendstore.config import Config, ConfigError
 from blendstore.identity import ModelIdentity
-from blendstore.startup import Refused, announcement, calibrate, files_digest, loaded_digest, separators
+from blendstore.startup import Refused, announcement, calibrate, files_digest, guarded, loaded_digest, separators
 from blendstore.tiers import Payload, open_store
 
 from .layout import PagedKV
@@ -56,6 +57,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     model, proof, refusal = None, None, ""
     if config.enable_blending:
         make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
+    if config.enable_blending or guard.lossy(config):
         try:
             if vllm_config.lora_config is not None:
                 raise Refused("LoRA is enabled, and layers wrapped for adapters need the engine's own batches")
@@ -65,14 +67,20 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             if config.require_blending:
                 raise
             model, refusal = None, str(error)
-            log.warning("blending is refused for %s, plain caching stays on: %s", type(engine).__name__, refusal)
+    if config.enable_blending and model is None:
+        log.warning("blending is refused for %s, plain caching stays on: %s", type(engine).__name__, refusal)
+    model_config = vllm_config.model_config
+    tokenizer, trust = model_config.tokenizer, model_config.trust_remote_code
+    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust)
+    metrics.event("codec_fallback", given_up)
+    if not config.enable_blending:
+        model = None
     kv = model.kv if model is not None else PagedKV(_attentions(vllm_config, caches))
     geometry = (
         model.geometry
         if model is not None
         else Geometry.plain(layers=len(caches), kv_heads=kv.heads, head_dim=kv.dim, dtype=kv.dtype, device=kv.device)
     )
-    model_config = vllm_config.model_config
     store = open_store(config, payload=Payload.of(geometry))
     serving = Serving(
         config=config,
@@ -92,12 +100,11 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             dtype=geometry.element,
             rotary_digest=repr(model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
         ),
-        separators=separators(config, model_config.tokenizer, trust_remote_code=model_config.trust_remote_code)
-        if model is not None
-        else None,
+        separators=separators(config, tokenizer, trust_remote_code=trust) if model is not None else None,
         metrics=metrics,
         pinned=pin(store, geometry.device),
     )
+    warm_up_formats(geometry, config.local_format)
     if model is not None:
         _warm_up(model, serving)
     metrics.blending(model is not None)
