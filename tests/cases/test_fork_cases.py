@@ -1,5 +1,7 @@
-"""A process that forks after its store was opened, as servers with workers do: the child harms no tier."""
+"""A process that forks, as servers with workers do, after its store was opened: the child harms no tier. After it has
+computed: the child doesn't wait for threads that only its parent has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,8 +71,50 @@ for first in (1, 500, 1000):
 )
 
 
-def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+COMPUTING = """
+import os, time
+from pathlib import Path
+import numpy as np, torch
+from blendstore._core import attend
+
+make = np.random.default_rng(0)
+q, k, v = (make.standard_normal((n, 4, 32), np.float32) for n in (300, 600, 600))
+positions = np.arange(0, 600, 2)
+
+
+def found(threads):
+    out = np.empty_like(q)
+    attend(q, k, v, positions, out, scale=0.2, threads=threads)
+    return out
+
+
+def ran():  # nanoseconds of every other thread
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
+
+
+one = found(1)
+torch.set_num_threads(3)
+torch.ones(1 << 20).exp()
+time.sleep(1)  # other threads that torch starts spin for a while
+before = ran()
+assert np.array_equal(found(3), one)
+after = ran()
+print(sum(after[name] > ns for name, ns in before.items()), len(after) - len(before))
+child = os.fork()
+if child == 0:
+    assert np.array_equal(found(3), one)
+    os._exit(7)  # torch itself doesn't come through its hooks at exit
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert np.array_equal(found(3), one)
+"""
+
+
+def _run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120,
+        env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 def test_a_forked_child_leaves_its_parents_tiers_alone(tmp_path: Path) -> None:
@@ -82,3 +126,9 @@ def test_a_forked_child_leaves_its_parents_tiers_alone(tmp_path: Path) -> None:
         assert ended.stdout.count("forked") == 1
         later = _run(LATER, directory)
         assert later.stdout.splitlines() == ["1 [2, 2]", "500 [3, 3]", "1000 [2, 2]"], later.stderr
+
+
+def test_rust_computes_with_the_threads_of_torch_and_a_forked_child_with_its_own() -> None:
+    """Both of torch's threads beside the main one do a part, and there is no other; the child has neither."""
+    ended = _run(COMPUTING, OMP_WAIT_POLICY="passive")
+    assert (ended.returncode, ended.stdout.split()) == (0, ["2", "0"]), ended.stdout + ended.stderr

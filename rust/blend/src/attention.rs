@@ -60,12 +60,17 @@ impl Attention<'_> {
     pub fn attend(&self, out: &mut [f32], threads: usize) -> Result<(), Refused> {
         self.check(out)?;
         let items = self.items(out);
-        let helpers = threads.min(items.len()).saturating_sub(1);
+        let count = items.len();
         // Rows rise, so those with the most keys are last.
         let last_first = items.into_iter().rev();
-        share(last_first, helpers, |panels: &mut Panels, mut item| {
-            panels.attend(self, &mut item);
-        });
+        share(
+            last_first,
+            count,
+            threads,
+            |panels: &mut Panels, mut item| {
+                panels.attend(self, &mut item);
+            },
+        );
         Ok(())
     }
 

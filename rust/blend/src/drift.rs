@@ -172,15 +172,21 @@ impl Drift {
             .collect();
         let blocks = self.blocks(layer.k, layer.v, row);
         let rows: usize = self.spans.iter().map(|span| span.tokens.len()).sum();
-        let helpers = threads.min(rows.div_ceil(BLOCK)).saturating_sub(1);
-        share(blocks, helpers, |scratch: &mut Scratch, mut block| {
-            for head in 0..heads {
-                let panels = panels[block.document * heads + head]
-                    .get_or_init(|| Panels::new(&gathered, head, &self.documents[block.document]));
-                let at = head * layer.dim..(head + 1) * layer.dim;
-                scratch.correct(&self.settings, panels, &mut block, row, at, layer.rotation);
-            }
-        });
+        let count = rows.div_ceil(BLOCK);
+        share(
+            blocks,
+            count,
+            threads,
+            |scratch: &mut Scratch, mut block| {
+                for head in 0..heads {
+                    let panels = panels[block.document * heads + head].get_or_init(|| {
+                        Panels::new(&gathered, head, &self.documents[block.document])
+                    });
+                    let at = head * layer.dim..(head + 1) * layer.dim;
+                    scratch.correct(&self.settings, panels, &mut block, row, at, layer.rotation);
+                }
+            },
+        );
         Ok(())
     }
 

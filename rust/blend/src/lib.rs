@@ -10,6 +10,8 @@ pub mod drift;
 mod product;
 mod share;
 
+pub use share::settle;
+
 use std::fmt;
 
 /// An argument with a value that can't be taken.

@@ -47,6 +47,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(tier::redacted_url, module)?)?;
     module.add_class::<ticket::Ticket>()?;
     logging::install();
+    blendstore_blend::settle();
     module.add_class::<store::Store>()?;
     module.add_class::<trace::Trace>()
 }
