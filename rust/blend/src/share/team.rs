@@ -111,7 +111,7 @@ mod tests {
         let ended = catch_unwind(AssertUnwindSafe(|| {
             run_by(parallel, 4, &|| {
                 let call = calls.fetch_add(1, Ordering::Relaxed);
-                assert!(call % 2 == 0, "call {call}");
+                assert!(call.is_multiple_of(2), "call {call}");
             });
         }));
         assert_eq!(calls.into_inner(), 4);
