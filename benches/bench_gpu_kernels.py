@@ -30,10 +30,13 @@ import triton.language as tl
 
 from blendstore.blend import triton_attention, triton_drift
 from blendstore.blend.drift import DriftSettings
+from blendstore.blend.packing import Packing
 from blendstore.blend.rotary import RotaryTable
 from blendstore.blend.triton_attention import Tile, add_scores, attend
 from blendstore.blend.triton_drift import Recomputed, carry
+from blendstore.blend.triton_formats import unpack
 from blendstore.blend.triton_rows import turn
+from blendstore.codec.formats import FORMATS, GROUP
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 DRIFT_TILES = (
@@ -149,6 +152,30 @@ def row_kernels(tokens: int) -> list[Row]:
     return rows
 
 
+def formats(tokens: int) -> list[Row]:
+    """One layer's K and V unpacked into the working KV, and a record of 256 tokens packed, by kernel and plainly."""
+    rows: list[Row] = []
+    places = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    groups = places // GROUP * GROUP
+    kv = torch.empty(2, tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    record = torch.randn(LAYERS, 2, 256, KV_HEADS, DIM, device="cuda").bfloat16()
+    for name in ("int8", "int4"):
+        packing = FORMATS[name]
+        staged = packing.pack(torch.randn(1, 2, tokens // GROUP * GROUP, KV_HEADS, DIM, device="cuda"))[0]
+        n = staged.shape[1]
+        where = torch.stack([places[:n], places[:n], groups[:n]])
+        moved = staged.nbytes + kv[:, :n].nbytes
+        spent = milliseconds(partial(unpack, name, staged, kv, where))
+        rows.append({"what": f"{name}: a layer unpacked", "ms": spent, "gb_s": moved / spent / 1e6})
+        spent = milliseconds(partial(packing.unpack, staged, torch.bfloat16), 5)
+        rows.append({"what": f"{name}: a layer unpacked by torch", "ms": spent, "gb_s": moved / spent / 1e6})
+        spent = milliseconds(partial(Packing[int](record.device).packed, 0, packing, record))
+        rows.append({"what": f"{name}: a record packed", "ms": spent, "gb_s": record.nbytes / spent / 1e6})
+        spent = milliseconds(partial(packing.pack, record), 5)
+        rows.append({"what": f"{name}: a record packed by torch", "ms": spent, "gb_s": record.nbytes / spent / 1e6})
+    return rows
+
+
 def host_reads() -> list[Row]:
     """Page-locked memory to the GPU: the copy engine, and a kernel that reads it by itself with few blocks."""
     nbytes = 1 << 30
@@ -170,7 +197,7 @@ def host_reads() -> list[Row]:
 
 def measure(tokens: int) -> list[Row]:
     """All rows."""
-    return [*attention_rows(tokens), *row_kernels(tokens), *host_reads()]
+    return [*attention_rows(tokens), *row_kernels(tokens), *formats(tokens), *host_reads()]
 
 
 def swept_shapes() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -71,6 +71,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     os.environ["BENCH_SGLANG_LOG"] = str(folder / "log.jsonl")
     os.environ.setdefault("BLENDSTORE_MAX_LOCAL_CPU_SIZE", str(args.store_gib))
     os.environ.setdefault("BLENDSTORE_BLEND_BUDGET_MS", "0")
+    os.environ.setdefault("BLENDSTORE_LOCAL_FORMAT", args.local_format)
+    # Weights are random: what the guard measures with them says nothing.
+    os.environ.setdefault("BLENDSTORE_CODEC_MAX_KL", "100")
     plug_in(folder / "site")
     prompts, log = Prompts(args), Log(folder / "log.jsonl")
     measured: dict[str, Any] = {
@@ -78,6 +81,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "document_length": args.document_length,
         "documents": args.documents,
         "ranks": args.ranks,
+        "local_format": args.local_format,
     }
     engines = [start(args, folder / "model", "blendstore-bench", 30000)]
     try:
@@ -570,6 +574,7 @@ def _arguments() -> argparse.Namespace:
     add("--only", choices=["nothing-shared"], help="measure no more than that")
     add("--ranks", type=int, default=1, help="tensor parallel, a GPU each (default: 1)")
     add("--decode-graphs", action="store_true", help="decode by CUDA graphs (default: eager)")
+    add("--local-format", choices=["raw", "int8", "int4"], default="raw", help="of the records (default: raw)")
     add("--store-gib", type=float, default=16.0, help="memory of the store (default: 16)")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=255.0, help="no new pair of servers' prompts after that (default: 255)")

@@ -312,6 +312,9 @@ def serve(pipe: Any, name: str, args: argparse.Namespace, model: Path, log: Path
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("BLENDSTORE_MAX_LOCAL_CPU_SIZE", str(args.store_gib))
     os.environ.setdefault("BLENDSTORE_BLEND_BUDGET_MS", "0")
+    os.environ.setdefault("BLENDSTORE_LOCAL_FORMAT", args.local_format)
+    # Weights are random: what the guard measures with them says nothing.
+    os.environ.setdefault("BLENDSTORE_CODEC_MAX_KL", "100")
     os.environ["BLENDSTORE_REQUIRE_BLENDING"] = "true"
     # The connector's module and this one must be the same in this process, whatever it is called here.
     sys.modules["watched_vllm"] = sys.modules[__name__]
@@ -675,6 +678,7 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="prompts of each kind (default: 8)")
     add("--pairs", type=int, default=8, help="pairs of prompts that share nothing (default: 8)")
     add("--tokens", type=int, default=257, help="of each answer whose decoding is timed (default: 257)")
+    add("--local-format", choices=["raw", "int8", "int4"], default="raw", help="of the records (default: raw)")
     add("--store-gib", type=float, default=12.0, help="memory of the store (default: 12)")
     add("--cache-gib", type=float, default=8.0, help="memory of each engine's KV cache (default: 8)")
     add("--limit", type=float, default=240.0, help="seconds after which nothing begins (default: 240)")
