@@ -316,16 +316,20 @@ class Store:
         lease_timeout_s: float = 60.0,
         reserve_wait_s: float = 0.05,
         events_capacity: int = 4096,
+        prefill_tokens_per_s: float = 10000.0,
         tiers: Sequence[Tier] = (),
     ) -> Store:
         """``policy`` is ``adaptive``, ``lru``, ``lfu``, ``fifo``, ``s3-fifo`` or ``sieve`` (any case). ``tenant_share`` is the
         share of the capacity that the namespaces of one salt may take together. ``tiers`` are below memory, the fastest
-        first: what is committed is written to each of them behind the commit. Raises ``StoreError`` that names the
+        first: what is committed is written to each of them behind the commit. ``prefill_tokens_per_s`` is what the engine
+        computes at the beginning of a prompt, which eviction compares loading from ``tiers`` with. Raises ``StoreError`` that names the
         argument, its value and the accepted form."""
     def lookup(self, keys: _Buffer) -> Lease:
         """Packed 32-byte keys."""
     def lookup_segments(self, namespace: Namespace, tokens: _Buffer, bounds: _Buffer, *, head: bool = False) -> Lease:
         """``lookup`` of ``namespace.segment_keys(...)`` in one call."""
+    def set_prefill_speed(self, tokens_per_s: float) -> None:
+        """Takes the place of ``prefill_tokens_per_s``, once it was measured. Raises ``StoreError`` unless above 0."""
     def contains(self, keys: _Buffer) -> bytes:
         """One byte per key, without pinning or touching."""
     def reserve(
@@ -442,8 +446,19 @@ class Trace:
         its first token in that prompt); ``parents`` uint32[chunks] (2**32 - 1: none) and ``tokens`` uint32[chunks]. Raises
         ``StoreError`` where they don't fit together."""
     def simulate(
-        self, policy: str, capacity_tokens: int, *, attention_tokens: float = 30000.0
+        self,
+        policy: str,
+        capacity_tokens: int,
+        *,
+        attention_tokens: float = 30000.0,
+        lower_share: float = 0.0,
+        lower_load: float = 0.0,
+        lower_told: bool = True,
     ) -> dict[str, int | float]:
         """What that policy, or ``optimal``, which knows the future, would have found with room for that many tokens:
-        accesses, hits (of chunks whose predecessors in the chain hit too), tokens, hit_tokens, cost and saved (in times that
-        a token at position 0 takes to compute; attention takes as much again at ``attention_tokens``), evicted, rejected."""
+        accesses, hits (of chunks whose predecessors in the chain are there too), loads, tokens, hit_tokens, cost and saved
+        (in times that a token at position 0 takes to compute; attention takes as much again at ``attention_tokens``),
+        evicted, rejected.
+
+        A tier below keeps a share ``lower_share`` (0 to 1) of what prompts bring, from which a token loads in ``lower_load``
+        of those times; ``lower_told`` says whether the policy knows. The optimum has no such tier."""

@@ -129,6 +129,11 @@ class Config:
         number(0, 3_600_000),
         "milliseconds that a prompt waits for its records from lower tiers; later ones find them",
     )
+    prefill_tokens_per_s: float = _key(
+        10_000.0,
+        number(0, 1_000_000_000, above=True),
+        "tokens a second that the engine computes early in a prompt: eviction compares loading with it",
+    )
 
     # Blending
     enable_blending: bool = _key(False, switch(), "reuse documents at any position")

@@ -89,6 +89,7 @@ def open_store(config: Config, *, rank: int = 0, payload: Payload | None = None)
         chunk_size=config.chunk_size,
         policy=config.cache_policy,
         tenant_share=config.tenant_share,
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
         tiers=tiers,
     )
     if tiers:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from blendstore import _core
 from blendstore.bench import eviction, workloads
+from blendstore.bench.eviction import UNTOLD
 from blendstore.bench.workloads import NO_PARENT, Trace
 from blendstore.cli import main
 
@@ -142,6 +143,8 @@ def test_the_command_prints_writes_and_plots(tmp_path: Path, capsys: pytest.Capt
         (["--set", "speed=1"], "--set speed: no parameter"),
         (["--workloads", ""], "no traces"),
         (["--p0", "0"], "--p0 0.0: give a position above 0"),
+        (["--lower-tier-share", "1.5"], "--lower-tier-share 1.5: give a share from 0 to 1"),
+        (["--lower-tier-load", "nan"], "--lower-tier-load nan: give a time"),
         (["--trace", "missing.jsonl"], "missing.jsonl"),
     ],
 )
@@ -170,12 +173,27 @@ def test_the_simulator_refuses_arrays_that_do_not_fit(fields: dict[str, NDArray[
     }
     trace = _core.Trace(**good)
     assert trace.simulate("lru", 2)["accesses"] == 2
-    for name, wrong in (("policy", "arc"), ("capacity_tokens", -1), ("attention_tokens", 0.0)):
+    wrongs = {"policy": "arc", "capacity_tokens": -1, "attention_tokens": 0.0, "lower_share": 2.0, "lower_load": -1.0}
+    for name, wrong in wrongs.items():
         arguments: dict[str, Any] = {"policy": "lru", "capacity_tokens": 2, name: wrong}
         with pytest.raises(_core.StoreError, match=name):
             trace.simulate(**arguments)
     with pytest.raises(_core.StoreError, match=reason):
         _core.Trace(**{**good, **fields})
+
+
+def test_a_policy_that_knows_what_lies_below_saves_more_and_one_slower_than_computing_changes_nothing() -> None:
+    trace = workloads.rag(25, requests=2500, documents=1200, document_tokens=2500)
+    rows = eviction.simulate(trace, [2, 5, 10], ["adaptive"], 30_000, lower=eviction.Lower(0.5, 0.2))
+    lost = {
+        policy: [1 - row["saved_share"] for row in rows if row["policy"] == policy] for policy in ("adaptive", UNTOLD)
+    }
+    for told, untold in zip(*lost.values(), strict=True):
+        assert told < 0.97 * untold, lost
+    slow = eviction.simulate(trace, [5], ["adaptive"], 30_000, lower=eviction.Lower(0.5, 9.0))
+    alone = eviction.simulate(trace, [5], ["adaptive"], 30_000)
+    assert slow[0]["saved_share"] == pytest.approx(alone[0]["saved_share"], rel=0.02)
+    assert all(row["of_optimal"] is None for row in slow)
 
 
 # Parameters that the policy was not made with: what is claimed in docs/benchmarks.md holds elsewhere too.

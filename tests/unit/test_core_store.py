@@ -331,6 +331,7 @@ def test_a_closed_store_misses_and_takes_nothing() -> None:
         ({"max_chunks": 0}, "max_chunks = 0"),
         ({"policy": "best"}, 'policy = "best".*s3-fifo'),
         ({"tenant_share": 0.0}, "tenant_share = 0"),
+        ({"prefill_tokens_per_s": 0.0}, "prefill_tokens_per_s = 0"),
         ({"tenant_share": 1.5}, "tenant_share = 1.5"),
         ({"lease_timeout_s": -1.0}, "lease_timeout_s = -1"),
         ({"lease_timeout_s": float("nan")}, "lease_timeout_s = NaN"),
@@ -489,3 +490,11 @@ def test_matching_while_chunks_come_and_go() -> None:
     assert idle(store) == IDLE
     store.clear()
     assert store.stats()["bytes_used"] == 0
+
+
+def test_a_measured_prefill_speed_is_taken_and_a_wrong_one_is_named() -> None:
+    store = store_of(8)
+    store.set_prefill_speed(12_345.6)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(StoreError, match=r"prefill_tokens_per_s.*above 0"):
+            store.set_prefill_speed(wrong)

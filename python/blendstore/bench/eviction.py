@@ -3,6 +3,10 @@
 The store's own policies run over traces made by seed (:mod:`blendstore.bench.workloads`) or read from a file, with room
 for a share of all distinct tokens. A chunk counts as hit only if every chunk before it in its chain does. Saved prefill
 time weighs a chunk of L tokens at position p with L · (1 + (p + L/2) / p0): attention takes longer the further back.
+
+With ``--lower-tier-share`` a tier below keeps part of the chunks: what is not in memory but there is loaded, in
+``--lower-tier-load`` of the time that a token at position 0 takes to compute. ``adaptive`` then runs twice, told of the
+copies and not.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,13 @@ from blendstore.flags import positive
 
 POLICIES = ("adaptive", "lru", "lfu", "fifo", "s3-fifo", "sieve")
 OPTIMAL = "optimal"
+UNTOLD = "adaptive, not told"
 COLUMNS = {
     "trace": "trace",
     "capacity_percent": "capacity %",
     "policy": "policy",
     "token_hit_ratio": "token hits",
+    "load_ratio": "chunks loaded",
     "saved_share": "time saved",
     "against_lru": "saved, − LRU %",
     "hits_against_lru": "hits, − LRU %",
@@ -48,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--capacities", default="1,5,10,20,40", help="percent of the distinct tokens (default: 1,5,10,20,40)")
     add("--policies", default=",".join(POLICIES), help=f"of {','.join(POLICIES)} (default: all)")
     add("--seed", type=int, default=0, help="another seed, other traces")
+    add(
+        "--lower-tier-share",
+        type=float,
+        default=0.0,
+        help="share of the prompts whose chunks lie below too (default: 0)",
+    )
+    add("--lower-tier-load", type=float, default=0.25, help="time to load a token, in computed ones (default: 0.25)")
     add("--p0", type=float, default=30_000.0, help="position at which attention is half of the work (default: 30000)")
     add(
         "--set",
@@ -70,20 +84,41 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--p0 {args.p0}: give a position above 0")
         if args.seed < 0:
             raise ValueError(f"--seed {args.seed}: give a number of at least 0")
+        if not 0 <= args.lower_tier_share <= 1:
+            raise ValueError(f"--lower-tier-share {args.lower_tier_share}: give a share from 0 to 1")
+        if not args.lower_tier_load >= 0:
+            raise ValueError(f"--lower-tier-load {args.lower_tier_load}: give a time of at least 0")
+        lower = Lower(args.lower_tier_share, args.lower_tier_load)
         traces = _traces(args)
         with Progress() as progress:
-            progress.start("simulations", len(traces) * len(capacities) * (len(policies) + 1))
-            rows = [row for trace in traces for row in simulate(trace, capacities, policies, args.p0, progress)]
+            progress.start("simulations", len(traces) * len(capacities) * len(lower.runs(policies)))
+            rows = [row for trace in traces for row in simulate(trace, capacities, policies, args.p0, progress, lower)]
     except (OSError, ValueError, TypeError) as error:
         print(f"blendstore bench eviction: {report.one_line(error)}", file=sys.stderr)
         return 2
     report.print_table("what a policy saves", rows, COLUMNS)
     report.print_table("means over capacities", means(rows), MEAN_COLUMNS)
     if args.json:
-        report.write_json(args.json, rows, seed=args.seed)
+        report.write_json(args.json, rows, seed=args.seed, lower_share=lower.share, lower_load=lower.load)
     if args.plot:
         _plot(args.plot, rows)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """A tier below memory."""
+
+    share: float = 0.0
+    """Of the prompts whose chunks it keeps."""
+    load: float = 0.25
+    """Time to load a token, in times of computing one at position 0."""
+
+    def runs(self, policies: Sequence[str]) -> list[str]:
+        """What is simulated: an optimum is known without the tier only; with it ``adaptive`` runs both ways."""
+        if not self.share:
+            return [*policies, OPTIMAL]
+        return [run for policy in policies for run in ((policy, UNTOLD) if policy == "adaptive" else (policy,))]
 
 
 def simulate(
@@ -92,8 +127,10 @@ def simulate(
     policies: Sequence[str],
     p0: float,
     progress: Progress | None = None,
+    lower: Lower | None = None,
 ) -> list[dict[str, Any]]:
     """One row for each capacity (percent of the distinct tokens) and policy, the optimum last."""
+    lower = lower or Lower()
     core = _core.Trace(
         times=(trace.times * 1e9).astype(np.int64),
         starts=trace.starts,
@@ -106,11 +143,18 @@ def simulate(
     for percent in capacities:
         capacity = int(trace.distinct_tokens * percent / 100)
         found: dict[str, dict[str, int | float]] = {}
-        for policy in (*policies, OPTIMAL):
-            found[policy] = core.simulate(policy, capacity, attention_tokens=p0)
+        for policy in lower.runs(policies):
+            found[policy] = core.simulate(
+                "adaptive" if policy == UNTOLD else policy,
+                capacity,
+                attention_tokens=p0,
+                lower_share=lower.share,
+                lower_load=lower.load,
+                lower_told=policy != UNTOLD,
+            )
             if progress is not None:
                 progress.advance()
-        best, lru = found[OPTIMAL], found.get("lru")
+        best, lru = found.get(OPTIMAL), found.get("lru")
         for policy, outcome in found.items():
             row = {
                 "trace": trace.name,
@@ -119,10 +163,11 @@ def simulate(
                 "policy": policy,
                 "token_hit_ratio": outcome["hit_tokens"] / max(1, outcome["tokens"]),
                 "chunk_hit_ratio": outcome["hits"] / max(1, outcome["accesses"]),
+                "load_ratio": outcome["loads"] / max(1, outcome["accesses"]),
                 "saved_share": outcome["saved"] / max(1, outcome["cost"]),
                 "against_lru": _gain(outcome, lru, "saved"),
                 "hits_against_lru": _gain(outcome, lru, "hit_tokens"),
-                "of_optimal": outcome["saved"] / best["saved"] if best["saved"] else None,
+                "of_optimal": outcome["saved"] / best["saved"] if best and best["saved"] else None,
                 "requests": len(trace),
                 "evicted": outcome["evicted"],
             }

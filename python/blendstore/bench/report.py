@@ -43,7 +43,7 @@ def versions(**extra: str | int) -> dict[str, str | int]:
     return {**found, **extra}
 
 
-def write_json(path: Path, rows: Sequence[Row], **facts: str | int) -> None:
+def write_json(path: Path, rows: Sequence[Row], **facts: str | float) -> None:
     """``{command, versions, rows}`` as strict JSON. A file is replaced whole; a pipe or a device is written to."""
     content = {"command": command_line(), "versions": versions(**facts), "rows": [_finite(dict(row)) for row in rows]}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"

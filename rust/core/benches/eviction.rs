@@ -34,7 +34,7 @@ fn evict_and_insert(c: &mut Criterion) {
                         .wrapping_mul(0x9e37_79b9_7f4a_7c15),
                     tokens: 256,
                     position: draws.next(60_000) as u32,
-                    saves: 1.0,
+                    compute: 1.0,
                     ..Arrival::default()
                 }
             };

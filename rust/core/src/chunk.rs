@@ -58,6 +58,8 @@ pub(crate) struct Labels {
     pub listed: bool,
     /// Its parent was not resident when it was published (ledger's use).
     pub orphan: bool,
+    /// Tiers below that have a copy, a bit each (ledger's use).
+    pub copies: u8,
 }
 
 /// All slots, made once for the life of the store; pages are committed as slots are used for the first time.
@@ -189,6 +191,7 @@ impl Cold {
             scores: bits & 1 << 16 != 0,
             listed: bits & 1 << 17 != 0,
             orphan: bits & 1 << 18 != 0,
+            copies: (bits >> 24) as u8,
         }
     }
 
@@ -197,7 +200,8 @@ impl Cold {
             | u32::from(labels.rank) << 8
             | u32::from(labels.scores) << 16
             | u32::from(labels.listed) << 17
-            | u32::from(labels.orphan) << 18;
+            | u32::from(labels.orphan) << 18
+            | u32::from(labels.copies) << 24;
         self.labels.store(bits, Ordering::Relaxed);
     }
 }

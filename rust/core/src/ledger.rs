@@ -10,6 +10,7 @@ use std::collections::{BinaryHeap, HashMap, HashSet};
 
 use crate::arena::{Allocator, UNIT};
 use crate::chunk::{Labels, NIL};
+use crate::copies::{self, Speeds};
 use crate::events::EventKind;
 use crate::eviction::{Arrival, Cost, Heat};
 use crate::index::ChunkIndex;
@@ -43,6 +44,7 @@ pub(crate) struct Ledger {
     pub victims: Victims,
     pub counts: Counts,
     pub closed: bool,
+    speeds: Speeds,
     /// Keys that a reservation is writing.
     pub writing: HashSet<Key>,
     /// Slots below this one have been used.
@@ -58,12 +60,13 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    pub(crate) fn new(capacity_bytes: usize, victims: Victims) -> Self {
+    pub(crate) fn new(capacity_bytes: usize, victims: Victims, speeds: Speeds) -> Self {
         Self {
             allocator: Allocator::new(capacity_bytes),
             victims,
             counts: Counts::default(),
             closed: false,
+            speeds,
             writing: HashSet::new(),
             used_slots: 0,
             free_slot: NIL,
@@ -407,6 +410,28 @@ impl Ledger {
         cleared
     }
 
+    /// Notes that the resident record in a slot has a copy in a tier, or none any more.
+    pub(crate) fn set_copy(&mut self, store: &Shared, slot: u32, level: usize, there: bool) {
+        let Some(bit) = 1_u8.checked_shl(level as u32) else {
+            return;
+        };
+        let before = store.chunks.cold(slot).labels().copies;
+        let after = if there { before | bit } else { before & !bit };
+        self.set_labels(store, slot, |labels| labels.copies = after);
+        if copies::place(before) != copies::place(after) {
+            self.victims
+                .set_copy(slot, copies::place(after), &store.chunks);
+        }
+    }
+
+    /// Takes note of how fast things are, for the policy.
+    pub(crate) fn set_speeds(&mut self, change: impl FnOnce(&mut Speeds)) {
+        change(&mut self.speeds);
+        for (place, below) in self.speeds.below() {
+            self.victims.set_below(place, below);
+        }
+    }
+
     /// Pins a resident chunk until `unpin`.
     pub(crate) fn pin(&mut self, store: &Shared, key: &Key) -> bool {
         let Some((slot, generation)) = self.resident(store, key) else {
@@ -531,11 +556,12 @@ impl Ledger {
             fingerprint: u64::from_le_bytes(key[24..].try_into().expect("eight bytes")),
             tokens,
             position,
-            saves: Cost::default().saves(tokens, position),
+            compute: Cost::default().per_token(tokens, position),
             head: position == cold.segment_offset.load(Relaxed),
             unfull: (tokens as usize) < store.options.chunk_size,
             parent,
         };
+        self.speeds.record(hot.bytes_per_token.load(Relaxed));
         self.victims.insert(slot, &arrival, &store.chunks);
         if cold.first_child.load(Relaxed) == NIL && hot.word.is_listable() {
             self.set_labels(store, slot, |labels| labels.listed = true);

@@ -22,6 +22,7 @@
 mod admission;
 mod arena;
 mod chunk;
+mod copies;
 mod error;
 mod events;
 pub mod eviction;
@@ -43,6 +44,7 @@ mod victims;
 mod word;
 
 pub use admission::{Admission, Admitted, Facts, Shape};
+pub use copies::Fetch;
 pub use error::{Error, Result};
 pub use events::{Event, EventKind};
 pub use eviction::PolicyKind;

@@ -31,6 +31,10 @@ impl Record {
         found.map(Self)
     }
 
+    pub(crate) fn slot(&self) -> u32 {
+        self.0.slot
+    }
+
     /// What it says about itself.
     pub fn meta(&self) -> Meta {
         self.0.meta()

@@ -2,12 +2,13 @@
 //!
 //! The policies are the store's own, behind the same trait, and meet what they meet there: a prompt looks its chunks up,
 //! which pins what is found and stamps it; room for the rest is taken, leaf by leaf; then the rest is published. A chunk
-//! hits only if those before it in its chain do. [`clairvoyant`] knows the future instead.
+//! hits only if those before it in its chain do. [`clairvoyant`] knows the future instead. There may be a tier below that
+//! keeps part of the chunks for good ([`Lower`]).
 
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Result};
-use crate::eviction::{Arrival, Cost, PolicyKind, Uses};
+use crate::eviction::{Arrival, Below, Cost, PolicyKind, Uses};
 
 /// No chunk, no slot.
 pub const NONE: u32 = u32::MAX;
@@ -34,20 +35,41 @@ pub struct Trace {
 pub struct Outcome {
     /// Chunks asked for, and those found.
     pub accesses: u64,
-    /// Found, with all before them in their chain.
+    /// Found in memory, with all before them in their chain.
     pub hits: u64,
+    /// Found below, with all before them in their chain.
+    pub loads: u64,
     /// Tokens asked for.
     pub tokens: u64,
     /// Of chunks that hit.
     pub hit_tokens: u64,
     /// To compute everything, by [`Cost::compute`].
     pub cost: f64,
-    /// Of what hit.
+    /// Of what hit, and of what was loaded in less time.
     pub saved: f64,
     /// Chunks evicted.
     pub evicted: u64,
     /// Chunks that found no room.
     pub rejected: u64,
+}
+
+/// A tier below memory. What a prompt brings that nobody asked for before is written down whole or not at all, at once, and
+/// stays.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Lower {
+    /// Share of the prompts whose chunks are written down.
+    pub share: f64,
+    /// Time to load a token, in the unit of [`Cost`].
+    pub load: f64,
+    /// The policy is told what lies below and what loading takes.
+    pub told: bool,
+}
+
+impl Lower {
+    fn keeps(&self, request: usize) -> bool {
+        let draw = (fingerprint(!(request as u32)) >> 11) as f64 / (1_u64 << 53) as f64;
+        draw < self.share
+    }
 }
 
 impl Trace {
@@ -109,34 +131,61 @@ impl Trace {
         self.times.iter().copied().zip(ranges)
     }
 
-    /// Calls `hit` for each access with whether it and all before it in its chain are `resident`, counting them.
+    /// Counts what a prompt finds: the time to get at each chunk that is there, and nothing behind a gap in its chain.
     fn look_up(
         &self,
         range: std::ops::Range<usize>,
         cost: &Cost,
         outcome: &mut Outcome,
-        resident: impl Fn(u32) -> bool,
+        found: impl Fn(u32) -> Option<Found>,
     ) {
         let mut unbroken = true;
         for at in range {
             let block = self.blocks[at];
             let tokens = self.tokens[block as usize];
-            unbroken = resident(block) && (unbroken || self.parents[block as usize] == NONE);
+            let found = found(block);
+            unbroken = found.is_some() && (unbroken || self.parents[block as usize] == NONE);
             let work = cost.compute(tokens, self.positions[at]);
             outcome.accesses += 1;
             outcome.tokens += u64::from(tokens);
             outcome.cost += work;
-            if unbroken {
-                outcome.hits += 1;
-                outcome.hit_tokens += u64::from(tokens);
-                outcome.saved += work;
+            match found.filter(|_| unbroken) {
+                Some(Found::InMemory) => {
+                    outcome.hits += 1;
+                    outcome.hit_tokens += u64::from(tokens);
+                    outcome.saved += work;
+                }
+                Some(Found::Below(load)) => {
+                    outcome.loads += 1;
+                    outcome.saved += (work - load * f64::from(tokens)).max(0.0);
+                }
+                None => {}
             }
         }
     }
 }
 
+/// Where a chunk is found.
+#[derive(Clone, Copy)]
+enum Found {
+    InMemory,
+    /// With the time that a token of it takes.
+    Below(f64),
+}
+
 /// Runs a policy over the trace with room for `capacity` tokens. Chunks larger than a chunk's `full` tokens don't exist.
 pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> Outcome {
+    simulate_above(trace, kind, capacity, cost, &Lower::default())
+}
+
+/// [`simulate`] with a tier below.
+pub fn simulate_above(
+    trace: &Trace,
+    kind: PolicyKind,
+    capacity: u64,
+    cost: &Cost,
+    lower: &Lower,
+) -> Outcome {
     let chunks = trace.tokens.len();
     let full = trace.tokens.iter().copied().max().unwrap_or(1);
     let mut policy = kind.build(chunks);
@@ -145,9 +194,20 @@ pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> 
     let mut slots: Vec<Slot> = vec![Slot::default(); chunks];
     let (mut used, mut outcome) = (0_u64, Outcome::default());
     let (mut fresh, mut parked) = (Vec::new(), Vec::new());
-    for (time, range) in trace.requests() {
+    if lower.told {
+        let below = Below {
+            load: lower.load,
+            found: 1.0,
+        };
+        policy.set_below(1, below);
+    }
+    for (number, (time, range)) in trace.requests().enumerate() {
         trace.look_up(range.clone(), cost, &mut outcome, |block| {
-            slots[block as usize].resident
+            match &slots[block as usize] {
+                Slot { resident: true, .. } => Some(Found::InMemory),
+                Slot { below: true, .. } => Some(Found::Below(lower.load)),
+                _ => None,
+            }
         });
         for (at, now) in range.clone().zip(time..) {
             let block = trace.blocks[at] as usize;
@@ -207,22 +267,28 @@ pub fn simulate(trace: &Trace, kind: PolicyKind, capacity: u64, cost: &Cost) -> 
                     policy.remove(parent, &uses);
                 }
             }
+            let known = &slots[block as usize];
             slots[block as usize] = Slot {
                 resident: true,
                 listed: true,
+                known: true,
+                below: known.below || !known.known && lower.keeps(number),
                 ..Slot::default()
             };
             let arrival = Arrival {
                 fingerprint: fingerprint(block),
                 tokens: trace.tokens[block as usize],
                 position: trace.positions[at],
-                saves: cost.saves(trace.tokens[block as usize], trace.positions[at]),
+                compute: cost.per_token(trace.tokens[block as usize], trace.positions[at]),
                 head: trace.positions[at] == 0 || parent != NONE && slots[parent as usize].head,
                 unfull: trace.tokens[block as usize] < full,
                 parent: (parent != NONE).then_some(parent),
             };
             slots[block as usize].head = arrival.head;
             policy.insert(block, &arrival, &uses);
+            if lower.told && slots[block as usize].below {
+                policy.set_copy(block, 1, &uses);
+            }
         }
         for at in range {
             slots[trace.blocks[at] as usize].pinned = false;
@@ -245,6 +311,10 @@ struct Slot {
     pinned: bool,
     listed: bool,
     head: bool,
+    /// It was resident before.
+    known: bool,
+    /// It lies below.
+    below: bool,
     children: u32,
 }
 
@@ -268,7 +338,7 @@ pub fn clairvoyant(trace: &Trace, capacity: u64, cost: &Cost) -> Outcome {
     let mut used = 0;
     for (_, range) in trace.requests() {
         trace.look_up(range.clone(), cost, &mut outcome, |block| {
-            entry[block as usize].is_some()
+            entry[block as usize].map(|_| Found::InMemory)
         });
         for at in range.clone() {
             let block = trace.blocks[at];

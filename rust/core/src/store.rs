@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::admission::{self, Admitted, Shape};
 use crate::arena::{Arena, UNIT};
 use crate::chunk::{Chunks, NIL};
+use crate::copies::{self, Fetch, Speeds};
 use crate::error::{Error, Result};
 use crate::events::{Event, EventKind, Events};
 use crate::eviction::PolicyKind;
@@ -44,6 +45,9 @@ pub struct Options {
     pub reserve_wait: Duration,
     /// Events kept for a reader.
     pub events_capacity: usize,
+    /// Tokens that a prefill computes in a second at position 0, until [`Store::set_prefill_speed`] tells: what loading from
+    /// a tier below is compared with.
+    pub prefill_speed: f64,
 }
 
 impl Default for Options {
@@ -57,6 +61,7 @@ impl Default for Options {
             lease_timeout: Duration::from_secs(60),
             reserve_wait: Duration::from_millis(50),
             events_capacity: 4096,
+            prefill_speed: 10_000.0,
         }
     }
 }
@@ -97,8 +102,20 @@ impl Options {
                 "1 to 1073741824 chunks, or none to derive it",
             ));
         }
-        Ok(())
+        check_speed(self.prefill_speed)
     }
+}
+
+fn check_speed(tokens_per_second: f64) -> Result<()> {
+    if tokens_per_second.is_finite() && tokens_per_second > 0.0 {
+        return Ok(());
+    }
+    let accepted = "tokens a second, a number above 0";
+    Err(Error::argument(
+        "prefill_tokens_per_s",
+        tokens_per_second,
+        accepted,
+    ))
 }
 
 /// Chunk store in memory. Clones share it. Reads never take a lock, and a miss is never an error.
@@ -140,7 +157,11 @@ impl Store {
             reads: ReadCounters::default(),
             returns: Returns::default(),
             observer: Observer::default(),
-            ledger: Mutex::new(Ledger::new(options.capacity_bytes, victims)),
+            ledger: Mutex::new(Ledger::new(
+                options.capacity_bytes,
+                victims,
+                Speeds::new(options.prefill_speed),
+            )),
             events: Mutex::new(Events::new(options.events_capacity)),
             opened: Instant::now(),
         };
@@ -233,6 +254,48 @@ impl Store {
     /// the life of a store; false when somebody observes already.
     pub fn observe(&self, observe: impl Fn(Vec<Record>) + Send + Sync + 'static) -> bool {
         self.shared.observer.set(observe)
+    }
+
+    /// Notes that these records have a copy in the tier of that number, the first below memory being 0: they may go more
+    /// cheaply. What is no longer resident is passed over.
+    pub fn copied<'a>(&self, level: usize, records: impl IntoIterator<Item = &'a Record>) {
+        let mut ledger = self.shared.ledger();
+        for record in records.into_iter().filter(|record| record.is_resident()) {
+            ledger.set_copy(&self.shared, record.slot(), level, true);
+        }
+    }
+
+    /// Notes that the tier has no copy of these any more.
+    pub fn uncopied(&self, level: usize, keys: &[Key]) {
+        // Readers don't wait for the lock, writers do: not for long.
+        for keys in keys.chunks(1024) {
+            let mut ledger = self.shared.ledger();
+            for key in keys {
+                if let Some((slot, _)) = ledger.resident(&self.shared, key) {
+                    ledger.set_copy(&self.shared, slot, level, false);
+                }
+            }
+        }
+    }
+
+    /// Tells what it takes to bring records up from that tier. Before that its copies count for nothing.
+    pub fn set_fetch(&self, level: usize, fetch: Fetch) {
+        let place = copies::place_of(level);
+        self.shared
+            .ledger()
+            .set_speeds(|speeds| speeds.set_fetch(place, fetch));
+    }
+
+    /// Tells how many tokens a prefill computes in a second at position 0, as measured.
+    ///
+    /// # Errors
+    /// If that is no number above 0.
+    pub fn set_prefill_speed(&self, tokens_per_second: f64) -> Result<()> {
+        check_speed(tokens_per_second)?;
+        self.shared
+            .ledger()
+            .set_speeds(|speeds| speeds.set_prefill(tokens_per_second));
+        Ok(())
     }
 
     /// Every occurrence of known chunks at any offset, left to right without overlap; see [`Matcher::find`].

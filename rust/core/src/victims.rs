@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use crate::eviction::{Arrival, Heat, Links, List, Policy};
+use crate::eviction::{Arrival, Below, Heat, Links, List, Policy};
 use crate::key::Key;
 
 #[derive(Debug)]
@@ -75,6 +75,16 @@ impl Victims {
         if let Some(shares) = &mut self.shares {
             shares.unlist(slot);
         }
+    }
+
+    /// See [`Policy::set_copy`].
+    pub(crate) fn set_copy(&mut self, slot: u32, place: usize, heat: &dyn Heat) {
+        self.policy.set_copy(slot, place, heat);
+    }
+
+    /// See [`Policy::set_below`].
+    pub(crate) fn set_below(&mut self, place: usize, below: Below) {
+        self.policy.set_below(place, below);
     }
 
     /// Takes out the chunk to go next; of one tenant's, if one is named.

@@ -43,8 +43,8 @@ impl Store {
     #[new]
     #[pyo3(signature = (
         *, capacity_bytes, chunk_size = 256, policy = "adaptive", tenant_share = 1.0, max_chunks = None, lease_timeout_s = 60.0,
-        reserve_wait_s = 0.05, events_capacity = 4096, tiers = Vec::new(),
-    ), text_signature = "(*, capacity_bytes, chunk_size=256, policy='adaptive', tenant_share=1.0, max_chunks=None, lease_timeout_s=60.0, reserve_wait_s=0.05, events_capacity=4096, tiers=())")]
+        reserve_wait_s = 0.05, events_capacity = 4096, prefill_tokens_per_s = 10_000.0, tiers = Vec::new(),
+    ), text_signature = "(*, capacity_bytes, chunk_size=256, policy='adaptive', tenant_share=1.0, max_chunks=None, lease_timeout_s=60.0, reserve_wait_s=0.05, events_capacity=4096, prefill_tokens_per_s=10000.0, tiers=())")]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python class")]
     fn new(
         py: Python<'_>,
@@ -56,6 +56,7 @@ impl Store {
         lease_timeout_s: f64,
         reserve_wait_s: f64,
         events_capacity: i64,
+        prefill_tokens_per_s: f64,
         tiers: Vec<Py<Tier>>,
     ) -> PyResult<Self> {
         let options = Options {
@@ -69,6 +70,7 @@ impl Store {
             lease_timeout: seconds("lease_timeout_s", lease_timeout_s)?,
             reserve_wait: seconds("reserve_wait_s", reserve_wait_s)?,
             events_capacity: count("events_capacity", events_capacity)?,
+            prefill_speed: prefill_tokens_per_s,
         };
         let levels = tiers.iter().map(|tier| tier.get().level()).collect();
         let opened = py.detach(|| {
@@ -101,6 +103,11 @@ impl Store {
                 .lookup_segments(&namespace.0, tokens.as_slice(), &bounds, head)
         });
         lease.map(Lease).map_err(raise)
+    }
+
+    fn set_prefill_speed(&self, py: Python<'_>, tokens_per_s: f64) -> PyResult<()> {
+        py.detach(|| self.core().set_prefill_speed(tokens_per_s))
+            .map_err(raise)
     }
 
     fn contains<'py>(

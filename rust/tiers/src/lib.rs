@@ -6,6 +6,7 @@
 //! - [`disk`]: append-only segment files.
 //! - [`remote`]: Redis and Valkey, object stores, shared directories.
 
+mod copies;
 pub mod disk;
 pub mod loads;
 mod meter;

@@ -11,11 +11,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blendstore_codec::{Codec, Frame, FrameError, Head};
 use blendstore_core::{Admission, Admitted, Facts, Key, Namespace, Record, Shape, Store};
 
+use crate::copies::Copies;
 use crate::store::{Coders, Level};
 use crate::tier::Sink;
 use crate::writes::Writes;
@@ -426,13 +427,27 @@ impl Loads {
                 namespace,
                 keys: &missing,
                 above: &self.writes[..number],
+                copies: &self.writes[number].copies,
                 admissions: missing.iter().map(|_| None).collect(),
                 done: vec![false; missing.len()],
+                bytes: 0,
                 full: false,
                 tier: level.tier.name(),
             };
+            let since = Instant::now();
             level.tier.get(&missing, &mut arrivals);
-            let mut done = arrivals.done.into_iter();
+            let Arrivals {
+                copies,
+                done,
+                bytes,
+                full,
+                ..
+            } = arrivals;
+            // To wait for room in memory is no fault of the tier's.
+            let bytes = if full { 0 } else { bytes };
+            copies.read(&self.memory, &missing, &done, bytes, since.elapsed());
+            copies.settle(&self.memory, &*level.tier);
+            let mut done = done.into_iter();
             missing.retain(|_| !done.next().unwrap_or(false));
         }
         for key in missing {
@@ -515,8 +530,13 @@ struct Arrivals<'a> {
     keys: &'a [Key],
     /// Queues of the tiers above this one.
     above: &'a [Writes],
+    /// What memory knows of this one.
+    copies: &'a Copies,
     admissions: Vec<Option<Admission>>,
+    /// The tier has it.
     done: Vec<bool>,
+    /// Of payloads that came.
+    bytes: u64,
     /// A record found no room: the next ones would only wait for it in vain, too.
     full: bool,
     tier: &'a str,
@@ -551,12 +571,16 @@ impl Arrivals<'_> {
     }
 
     /// Whoever waits for a record is told of it last, so that a `flush` after that covers its writes.
-    fn arrive(&mut self, index: usize, record: impl FnOnce() -> Option<Record>) {
+    fn arrive(
+        &mut self,
+        index: usize,
+        record: impl FnOnce() -> Option<Record>,
+    ) -> Option<Arc<Record>> {
         let key = &self.keys[index];
-        if let Some(record) = self.loads.keep(key, self.above, record) {
-            self.done[index] = true;
-            self.loads.land(key, Some(&record));
-        }
+        let record = self.loads.keep(key, self.above, record)?;
+        self.done[index] = true;
+        self.loads.land(key, Some(&record));
+        Some(record)
     }
 
     /// Publishes what lies in the admission's room, if head and tokens prove that it belongs there.
@@ -575,7 +599,14 @@ impl Arrivals<'_> {
             provenance: header.provenance,
             rank: header.rank,
         };
-        self.arrive(index, || admission.publish(&facts));
+        let Shape {
+            ntokens,
+            bytes_per_token,
+            ..
+        } = admission.shape();
+        let record = self.arrive(index, || admission.publish(&facts));
+        self.bytes += (ntokens * bytes_per_token) as u64;
+        self.copies.are_there(&self.loads.memory, record.iter());
     }
 
     fn refuse(&self, why: impl std::fmt::Display) -> bool {

@@ -103,7 +103,8 @@ impl TieredStore {
         let writes: Arc<Vec<Writes>> = Arc::new(
             levels
                 .iter()
-                .map(|level| Writes::new(level.clone(), queue_bytes))
+                .enumerate()
+                .map(|(number, level)| Writes::new(level.clone(), number, queue_bytes))
                 .collect(),
         );
         let loads = Arc::new(Loads::new(

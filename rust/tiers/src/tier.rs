@@ -37,6 +37,11 @@ pub trait Tier: Send + Sync + Debug {
     /// that is shared with other machines may have nothing to find them by, and drops none.
     fn clear(&self, namespace: Option<&Key>);
 
+    /// Keys of records that went by the tier's own doing since it was last asked, as far as it knows.
+    fn lost(&self) -> Vec<Key> {
+        Vec::new()
+    }
+
     /// Counters and gauges now.
     fn stats(&self) -> TierStats;
 

@@ -14,6 +14,7 @@ use std::time::Instant;
 use blendstore_codec::{Codec, Frame, Head, Header, Parts};
 use blendstore_core::{Key, Namespace, Record, Store};
 
+use crate::copies::Copies;
 use crate::meter::TierStats;
 use crate::store::Level;
 
@@ -27,6 +28,7 @@ const LATER: usize = 1 << 16;
 #[derive(Debug)]
 pub(crate) struct Writes {
     level: Level,
+    pub copies: Copies,
     most_bytes: u64,
     queue: Mutex<Queue>,
     bell: Condvar,
@@ -46,9 +48,11 @@ struct Queue {
 }
 
 impl Writes {
-    pub(crate) fn new(level: Level, most_bytes: u64) -> Self {
+    /// `number` is the tier's, from 0 on.
+    pub(crate) fn new(level: Level, number: usize, most_bytes: u64) -> Self {
         Self {
             level,
+            copies: Copies::new(number),
             most_bytes,
             queue: Mutex::default(),
             bell: Condvar::new(),
@@ -109,7 +113,7 @@ impl Writes {
             let writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
             let batch = self.take();
             // A tier that panics has stored nothing, like any that fails.
-            let writes = AssertUnwindSafe(|| write(&self.level, &batch));
+            let writes = AssertUnwindSafe(|| self.write(memory, &batch));
             if !batch.is_empty() && catch_unwind(writes).is_err() {
                 self.queue().dropped += batch.len() as u64;
             }
@@ -158,6 +162,25 @@ impl Writes {
         batch
     }
 
+    /// Frames records and puts them.
+    fn write(&self, memory: &Store, records: &[Arc<Record>]) {
+        let level = &self.level;
+        let mut coded: Vec<(Vec<u8>, Option<Vec<u8>>)> = Vec::with_capacity(records.len());
+        for record in records {
+            coded.push(encode(level, record));
+        }
+        let frames: Vec<Frame<'_>> = coded
+            .iter()
+            .zip(records)
+            .filter_map(|((head, payload), record)| {
+                let payload = payload.as_deref().unwrap_or_else(|| record.payload());
+                Head::parse(head).ok().map(|head| Frame { head, payload })
+            })
+            .collect();
+        let kept = level.tier.put(&frames);
+        self.copies.written(memory, &*level.tier, records, kept);
+    }
+
     /// Forgets what is queued of a namespace (or of all), waits for what is being written, and then does `clear`.
     pub(crate) fn discard(&self, namespace: Option<&Namespace>, clear: impl FnOnce()) {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -172,6 +195,7 @@ impl Writes {
             .sum();
         drop(queue);
         clear();
+        self.copies.forget();
         self.bell.notify_all();
     }
 
@@ -211,23 +235,6 @@ impl Writes {
         stats.queued_bytes += queue.bytes;
         stats.dropped += queue.dropped;
     }
-}
-
-/// Frames records and puts them.
-fn write(level: &Level, records: &[Arc<Record>]) {
-    let mut coded: Vec<(Vec<u8>, Option<Vec<u8>>)> = Vec::with_capacity(records.len());
-    for record in records {
-        coded.push(encode(level, record));
-    }
-    let frames: Vec<Frame<'_>> = coded
-        .iter()
-        .zip(records)
-        .filter_map(|((head, payload), record)| {
-            let payload = payload.as_deref().unwrap_or_else(|| record.payload());
-            Head::parse(head).ok().map(|head| Frame { head, payload })
-        })
-        .collect();
-    level.tier.put(&frames);
 }
 
 /// The head of a record's frame, and its payload if that is not the one in memory.

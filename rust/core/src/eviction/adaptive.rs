@@ -1,13 +1,13 @@
 //! Adaptive: evicts what is least worth its room, by how soon such chunks are used again (`reuse`) times the time that a
-//! use saves.
+//! use in memory saves: to compute the chunk, or to load it where a tier below has it and is faster.
 //!
 //! A chunk's class is its kind (document, chain from position 0, unfull end of such a chain), how often it was used, which
-//! is remembered for a while after it has gone, and how deep in the prompt it stood. Chunks of one class and age bucket
-//! are one list, oldest first; lists are ordered by worth. A chunk moves when it has grown out of its bucket or is found
-//! used, so finding a victim takes amortised constant time.
+//! is remembered for a while after it has gone, and how deep in the prompt it stood. Chunks of one class, age bucket and
+//! place of their other copy are one list, oldest first; lists are ordered by worth. A chunk moves when it has grown out of
+//! its bucket, is found used or gets or loses its copy, so finding a victim takes amortised constant time.
 
 use super::reuse::{Reuse, STEPS, end_of_step, step_of};
-use super::{Arrival, Heat, Links, List, Policy};
+use super::{Arrival, Below, Heat, Links, List, PLACES, Policy};
 
 /// Hits beyond this are not told apart.
 pub(super) const CAP: u32 = 255;
@@ -21,6 +21,8 @@ const SLOW: usize = 13;
 const HABITS: usize = FEW + PACES;
 const KINDS: usize = 3;
 const CLASSES: usize = KINDS * HABITS * DEPTHS;
+/// Lists of the chunks of one place.
+const LISTS: usize = CLASSES * STEPS;
 /// Most keys watched for learning.
 const WATCHED: usize = 1 << 16;
 /// New chunks from one ordering of the lists to the next.
@@ -40,6 +42,8 @@ struct Facts {
     list: u16,
     /// Kind and depth, as `kind * DEPTHS + depth`.
     place: u8,
+    /// Where its other copy is.
+    copy: u8,
 }
 
 /// The list of chunks that are in none.
@@ -95,15 +99,17 @@ fn between(from: u32, to: u32) -> u64 {
 pub(super) struct Adaptive {
     links: Links,
     facts: Vec<Facts>,
-    /// One for each class and age.
+    /// One for each class and age, for each place up to the last that has had a copy.
     lists: Vec<List>,
     /// Lists from the least worth on, and the place of each there.
     order: Vec<u16>,
     places: Vec<u16>,
     /// No list before this place has members.
     lowest: usize,
-    /// Mean time that a use saves, by depth, and how many it is the mean of.
-    saves: [(f64, f64); DEPTHS],
+    /// Mean time to compute a token, by depth, and how many chunks it is the mean of.
+    compute: [(f64, f64); DEPTHS],
+    /// What copies are good for, by place; the first is none.
+    below: [Below; PLACES],
     reuse: Reuse,
     gone: Remembered,
     /// Time of the newest chunk.
@@ -120,11 +126,12 @@ impl Adaptive {
         let mut policy = Self {
             links: Links::new(slots),
             facts: vec![Facts::default(); slots],
-            lists: vec![List::default(); CLASSES * STEPS],
-            order: (0..(CLASSES * STEPS) as u16).collect(),
-            places: vec![0; CLASSES * STEPS],
+            lists: vec![List::default(); LISTS],
+            order: vec![0; LISTS],
+            places: vec![0; LISTS],
             lowest: 0,
-            saves: [(1.0, 1.0); DEPTHS],
+            compute: [(1.0, 1.0); DEPTHS],
+            below: [Below::default(); PLACES],
             reuse: Reuse::new(CLASSES, DEPTHS, WATCHED),
             gone: Remembered::new(slots),
             now: 0,
@@ -141,13 +148,18 @@ impl Adaptive {
     fn reorder(&mut self) {
         let indices = self.reuse.indices();
         let mut keys: Vec<u64> = Vec::with_capacity(self.order.len());
-        for (class, steps) in indices.iter().enumerate() {
-            for (step, index) in steps.iter().enumerate() {
-                let worth = (index * self.saves[class % DEPTHS].0) as f32;
-                // Numbers that are not negative are in the order of their bits. Of equals the older comes first, then the
-                // less used.
-                let list = (class * STEPS + step) as u64;
-                keys.push(u64::from(worth.to_bits()) << 32 | ((STEPS - step) as u64) << 16 | list);
+        for copy in 0..self.lists.len() / LISTS {
+            for (class, steps) in indices.iter().enumerate() {
+                let saves = self.below[copy].saves(self.compute[class % DEPTHS].0);
+                for (step, index) in steps.iter().enumerate() {
+                    let worth = (index * saves) as f32;
+                    // Numbers that are not negative are in the order of their bits. Of equals the older comes first, then
+                    // the less used.
+                    let list = (copy * LISTS + class * STEPS + step) as u64;
+                    keys.push(
+                        u64::from(worth.to_bits()) << 32 | ((STEPS - step) as u64) << 16 | list,
+                    );
+                }
             }
         }
         keys.sort_unstable();
@@ -162,7 +174,7 @@ impl Adaptive {
     fn place(&mut self, slot: u32) -> usize {
         let facts = &mut self.facts[slot as usize];
         let age = between(facts.seen, tick(self.now));
-        let list = facts.class() * STEPS + step_of(age);
+        let list = usize::from(facts.copy) * LISTS + facts.class() * STEPS + step_of(age);
         facts.list = list as u16;
         self.lowest = self.lowest.min(usize::from(self.places[list]));
         list
@@ -248,9 +260,9 @@ impl Policy for Adaptive {
             _ => 3,
         };
         let kind = usize::from(arrival.head) + usize::from(arrival.head && arrival.unfull);
-        let (mean, count) = &mut self.saves[depth];
+        let (mean, count) = &mut self.compute[depth];
         *count = (*count + 1.0).min(REORDER as f64);
-        *mean += (f64::from(arrival.saves) - *mean) / *count;
+        *mean += (f64::from(arrival.compute) - *mean) / *count;
         let mut past = Past::default();
         if let Some((gap, known)) = self.gone.take(fingerprint, now) {
             past = known;
@@ -262,6 +274,7 @@ impl Policy for Adaptive {
             past,
             list: 0,
             place: (kind * DEPTHS + depth) as u8,
+            copy: 0,
         };
         self.facts[slot as usize] = facts;
         self.reuse.wait(fingerprint, facts.class(), now, slot);
@@ -293,6 +306,34 @@ impl Policy for Adaptive {
     fn give_up(&mut self, slot: u32, heat: &dyn Heat) {
         self.remove(slot, heat);
         self.forget(slot);
+    }
+
+    fn set_copy(&mut self, slot: u32, place: usize, heat: &dyn Heat) {
+        if self.lists.len() <= place * LISTS {
+            let lists = (place + 1) * LISTS;
+            self.lists.resize(lists, List::default());
+            self.order.resize(lists, 0);
+            self.places.resize(lists, 0);
+            self.reorder();
+        }
+        self.facts[slot as usize].copy = place as u8;
+        let list = self.facts[slot as usize].list;
+        if list != NOWHERE {
+            self.lists[usize::from(list)].remove(&mut self.links, slot);
+            self.observe(slot, heat);
+            let list = self.place(slot);
+            self.lists[list].push_newest(&mut self.links, slot);
+        }
+    }
+
+    fn set_below(&mut self, place: usize, below: Below) {
+        let before = std::mem::replace(&mut self.below[place], below);
+        // Small changes wait for the next order.
+        let load = before.load.max(below.load) > 1.25 * before.load.min(below.load);
+        let found = (before.found - below.found).abs() > 0.1;
+        if self.lists.len() > place * LISTS && (load || found) {
+            self.reorder();
+        }
     }
 
     fn pop(&mut self, heat: &dyn Heat) -> Option<u32> {

@@ -37,15 +37,12 @@ pub trait Heat {
 pub struct Cost {
     /// Position at which attention takes as long as everything else.
     pub attention_tokens: f64,
-    /// Of loading a token from where the policy keeps it.
-    pub load: f64,
 }
 
 impl Default for Cost {
     fn default() -> Self {
         Self {
             attention_tokens: 30_000.0,
-            load: 0.0,
         }
     }
 }
@@ -57,10 +54,39 @@ impl Cost {
         tokens * (1.0 + (position + tokens / 2.0) / self.attention_tokens)
     }
 
-    /// What a hit saves per token, which stands for its bytes.
-    pub fn saves(&self, tokens: u32, position: u32) -> f32 {
-        let compute = self.compute(tokens, position) / f64::from(tokens.max(1));
-        (compute - self.load).max(0.0) as f32
+    /// Of computing one of these tokens, which stands for its bytes.
+    pub fn per_token(&self, tokens: u32, position: u32) -> f32 {
+        (self.compute(tokens, position) / f64::from(tokens.max(1))) as f32
+    }
+}
+
+/// Where else than in memory a chunk may be: nowhere, in the first tier below, in a later one.
+pub const PLACES: usize = 3;
+
+/// What copies in one of the tiers below are good for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Below {
+    /// Time that loading a token takes, in the unit of [`Cost`].
+    pub load: f64,
+    /// Share of the copies thought to be there that come when they are asked for.
+    pub found: f64,
+}
+
+impl Below {
+    /// What keeping a token in memory saves that takes `compute` to compute and has a copy there. A copy that is slower than
+    /// computing changes nothing: it is not waited for.
+    pub fn saves(&self, compute: f64) -> f64 {
+        compute - self.found * (compute - self.load).max(0.0)
+    }
+}
+
+impl Default for Below {
+    /// Of a tier about which nothing is known: no good.
+    fn default() -> Self {
+        Self {
+            load: f64::INFINITY,
+            found: 1.0,
+        }
     }
 }
 
@@ -73,8 +99,8 @@ pub struct Arrival {
     pub tokens: u32,
     /// Position of its first token in the prompt that it came from.
     pub position: u32,
-    /// Time that a hit saves, for each byte of it, in any unit.
-    pub saves: f32,
+    /// Time that computing it takes, for each token of it, in the unit of [`Cost`].
+    pub compute: f32,
     /// Belongs to a chain that begins at position 0 of its prompt.
     pub head: bool,
     /// Holds fewer tokens than a chunk can.
@@ -95,6 +121,10 @@ pub trait Policy: Send + fmt::Debug {
     fn give_up(&mut self, slot: u32, heat: &dyn Heat) {
         self.remove(slot, heat);
     }
+    /// A chunk that was inserted, whether it is there now or not, has another copy at `place` below [`PLACES`]: 0 nowhere.
+    fn set_copy(&mut self, _slot: u32, _place: usize, _heat: &dyn Heat) {}
+    /// What the copies at `place` are good for from now on.
+    fn set_below(&mut self, _place: usize, _below: Below) {}
     /// Takes out the chunk to go next. Amortised constant time.
     fn pop(&mut self, heat: &dyn Heat) -> Option<u32>;
     /// Chunks that are there.

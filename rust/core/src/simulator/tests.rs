@@ -66,17 +66,64 @@ fn chains_shrink_from_their_leaves() {
 fn saved_time_grows_with_the_position() {
     let cost = Cost {
         attention_tokens: 100.0,
-        ..Cost::default()
     };
     let trace = trace(&[&[&[0, 1]], &[&[0, 1]]], &[100, 100]);
     let outcome = simulate(&trace, PolicyKind::Lru, 200, &cost);
     // 100 · (1 + 50/100) and 100 · (1 + 150/100).
     assert_eq!((outcome.saved, outcome.cost), (400.0, 800.0));
-    assert_eq!(cost.saves(100, 100), 2.5);
-    assert_eq!(
-        Cost { load: 2.0, ..cost }.saves(100, 100),
-        0.5,
-        "less what loading takes"
+    assert_eq!(cost.per_token(100, 100), 2.5);
+}
+
+/// What lies below costs its load, or is computed where that is faster; a chain goes on from one place to the other.
+#[test]
+fn what_lies_below_is_loaded() {
+    let cost = Cost {
+        attention_tokens: 100.0,
+    };
+    // Two chunks, then others that push the second out of memory, then the two again.
+    let trace = trace(&[&[&[0, 1]], &[&[2]], &[&[0, 1]]], &[100; 3]);
+    for kind in PolicyKind::ALL {
+        for told in [false, true] {
+            let lower = |share, load| Lower { share, load, told };
+            let run = |lower| simulate_above(&trace, kind, 200, &cost, &lower);
+            let nothing = run(lower(0.0, 0.0));
+            assert_eq!((nothing.hits, nothing.loads, nothing.saved), (1, 0, 150.0));
+            let all = run(lower(1.0, 0.5));
+            // The second takes 250 to compute and 50 to load.
+            assert_eq!((all.hits, all.loads, all.saved), (1, 1, 350.0), "{kind}");
+            let slow = run(lower(1.0, 3.0));
+            assert_eq!((slow.loads, slow.saved), (1, 150.0), "{kind}");
+        }
+    }
+}
+
+/// With half of the chunks below and loading cheap, memory is for the other half: whoever is told saves more.
+#[test]
+fn the_default_policy_keeps_what_lies_nowhere_else() {
+    // Forty chunks, asked for in turn in an order without meaning; half of them fit.
+    let requests: Vec<[u32; 1]> = (0..4000)
+        .map(|at| [(fingerprint(at) % 40) as u32])
+        .collect();
+    let chains: Vec<[&[u32]; 1]> = requests
+        .iter()
+        .map(|request| [request.as_slice()])
+        .collect();
+    let requests: Vec<&[&[u32]]> = chains.iter().map(<[_; 1]>::as_slice).collect();
+    let trace = trace(&requests, &[256; 40]);
+    let run = |told| {
+        let lower = Lower {
+            share: 0.5,
+            load: 0.1,
+            told,
+        };
+        let kind = PolicyKind::Adaptive;
+        simulate_above(&trace, kind, 20 * 256, &Cost::default(), &lower)
+    };
+    let (blind, told) = (run(false), run(true));
+    let lost = |outcome: &Outcome| outcome.cost - outcome.saved;
+    assert!(
+        lost(&told) < 0.6 * lost(&blind),
+        "{told:?} against {blind:?}"
     );
 }
 

@@ -48,6 +48,8 @@ pub(crate) struct Log {
     meter: Arc<Meter>,
     index: Mutex<Index>,
     writer: Mutex<Writer>,
+    /// Records that went with their segments, or could not be read.
+    lost: Mutex<Vec<Key>>,
 }
 
 /// What is where.
@@ -138,6 +140,7 @@ impl Log {
                 next_number,
                 ..Writer::default()
             }),
+            lost: Mutex::default(),
         };
         log.report();
         log.measure(|index| {
@@ -186,6 +189,18 @@ impl Log {
         self.index().records.contains_key(key)
     }
 
+    /// Keys of records that went by themselves since this was last asked, and did not come back.
+    pub(crate) fn lost(&self) -> Vec<Key> {
+        let mut lost = std::mem::take(&mut *self.losses());
+        let index = self.index();
+        lost.retain(|key| !index.records.contains_key(key));
+        lost
+    }
+
+    fn losses(&self) -> MutexGuard<'_, Vec<Key>> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Where a record is; counts as a use of it.
     pub(crate) fn place(&self, key: &Key) -> Option<Place> {
         let mut index = self.index();
@@ -209,6 +224,7 @@ impl Log {
                 .is_some_and(|known| known.entry.sequence == entry.sequence)
             {
                 index.records.remove(&entry.key);
+                self.losses().push(entry.key);
             }
         });
     }
@@ -307,9 +323,7 @@ impl Log {
                 {
                     writer.open = None;
                 }
-                index
-                    .records
-                    .retain(|_, known| !segments.contains(&known.segment));
+                self.lose(index, |known| segments.contains(&known.segment));
                 for number in segments {
                     index.segments.remove(&number);
                     self.directory.remove_segment(number);
@@ -405,7 +419,10 @@ impl Log {
         {
             // Somebody has removed the directory, to have its space: the open files go too.
             self.failed(writer, "removed", error);
-            self.measure(|index| *index = Index::default());
+            self.measure(|index| {
+                self.lose(index, |_| true);
+                *index = Index::default();
+            });
             opened = self
                 .directory
                 .restore()
@@ -519,13 +536,24 @@ impl Log {
         again
     }
 
+    /// Forgets records that went with their segments.
+    fn lose(&self, index: &mut Index, mut gone: impl FnMut(&Known) -> bool) {
+        let mut losses = self.losses();
+        losses.extend(
+            index
+                .records
+                .extract_if(|_, known| gone(known))
+                .map(|(key, _)| key),
+        );
+    }
+
     /// Takes the oldest segment away; its hot records are returned, up to so many bytes, the others are gone.
     fn drop_oldest(&self, index: &mut Index, hot_bytes: u64) -> Option<Dropped> {
         let (number, Segment { file, .. }) = index.segments.pop_first()?;
         let (mut hot, mut bytes, mut gone) = (Vec::new(), 0, 0);
-        index.records.retain(|_, known| {
+        self.lose(index, |known| {
             if known.segment != number {
-                return true;
+                return false;
             }
             let size = known.entry.bytes();
             if known.hot && bytes + size <= hot_bytes {
@@ -534,7 +562,7 @@ impl Log {
             } else {
                 gone += 1;
             }
-            false
+            true
         });
         self.directory.remove_segment(number);
         hot.sort_unstable_by_key(|entry| entry.sequence);

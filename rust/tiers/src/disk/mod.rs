@@ -326,6 +326,10 @@ impl Tier for Disk {
         }
     }
 
+    fn lost(&self) -> Vec<Key> {
+        self.logs.iter().flat_map(Log::lost).collect()
+    }
+
     fn stats(&self) -> TierStats {
         self.meter.stats()
     }

@@ -1,6 +1,6 @@
 //! The disk log against a model, against its own crash images, and against what happens to files.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -357,8 +357,17 @@ fn the_cap_holds_and_what_is_read_stays() {
     let disk = Disk::open(&few).expect("a disk tier");
     let hot = made(0, 999, 1, 60_000, 1, Codec::RAW);
     put(&disk, &[&hot]);
+    let mut there = HashSet::from([hot.key]);
     for seed in 0..200 {
-        put(&disk, &[&made(0, seed, 1, 60_000, 1, Codec::RAW)]);
+        let new = made(0, seed, 1, 60_000, 1, Codec::RAW);
+        put(&disk, &[&new]);
+        there.insert(new.key);
+        // What made room is told, once, and what was written again is not.
+        for key in disk.lost() {
+            assert!(there.remove(&key), "round {seed}");
+        }
+        let all: Vec<Key> = there.iter().copied().collect();
+        assert!(!disk.contains(&all).contains(&0), "round {seed}");
         assert_eq!(get(&disk, &[hot.key]), [Some(hot.clone())], "round {seed}");
         assert!(scratch.bytes() <= capacity);
         assert_eq!(disk.stats().bytes_used, scratch.bytes());

@@ -27,6 +27,10 @@ struct Shelf {
     broom: Mutex<()>,
     clears: AtomicU64,
     gets: AtomicU64,
+    /// Stores nothing.
+    full: AtomicBool,
+    /// What it says that it has lost.
+    lost: Mutex<Vec<Key>>,
     meter: Meter,
 }
 
@@ -57,6 +61,9 @@ impl Tier for Shelf {
     }
 
     fn put(&self, frames: &[Frame<'_>]) -> usize {
+        if self.full.load(SeqCst) {
+            return 0;
+        }
         let mut shelf = self.frames.lock().expect("no panic");
         for frame in frames {
             let bytes = [frame.head.bytes(), frame.payload].concat();
@@ -79,6 +86,10 @@ impl Tier for Shelf {
             let head = Frame::parse(frame).expect("ours").head;
             namespace.is_some_and(|namespace| *namespace != head.header.namespace)
         });
+    }
+
+    fn lost(&self) -> Vec<Key> {
+        std::mem::take(&mut *self.lost.lock().expect("no panic"))
     }
 
     fn stats(&self) -> TierStats {
@@ -541,4 +552,76 @@ fn closed_means_misses() {
     );
     assert_eq!(load(&store, b"a", &keys), [Outcome::Missed; 2]);
     assert_eq!(store.lookup(&keys).hits(), [0, 0]);
+}
+
+/// With one loader: a load that was missed ends behind all that came before.
+fn one_by_one(shelf: &Arc<Shelf>, records: usize) -> TieredStore {
+    let options = Options {
+        loaders: 1,
+        ..Options::default()
+    };
+    let levels = vec![Level::raw(shelf.clone())];
+    TieredStore::new(memory(records), levels, &options).expect("threads")
+}
+
+/// Memory lets go first what it can have back from below, and not what the tier has lost.
+#[test]
+fn what_lies_below_goes_first() {
+    // Stores three documents of which the second only lies below, and returns those that stay when a fourth comes.
+    let stay = |meanwhile: fn(&Shelf, &TieredStore, &[Key])| {
+        let shelf = Arc::new(Shelf::default());
+        let store = one_by_one(&shelf, 3);
+        // Nothing is slower than computing.
+        store.set_prefill_speed(1e-3).expect("above 0");
+        let put = |seed| put(&store, b"a", &document(seed, 1));
+        // A first load tells how long they take.
+        let first = put(9);
+        flush(&store);
+        store.memory().clear(None);
+        assert_eq!(load(&store, b"a", &first), [Outcome::Loaded]);
+        assert_eq!(load(&store, b"a", &[[7; 32]]), [Outcome::Missed]);
+        store.memory().clear(None);
+        let mut keys = Vec::new();
+        for seed in 0..3 {
+            shelf.full.store(seed != 1, SeqCst);
+            keys.extend(put(seed));
+            flush(&store);
+        }
+        meanwhile(&shelf, &store, &keys);
+        shelf.full.store(true, SeqCst);
+        put(3);
+        store.memory().contains(&keys)
+    };
+    assert_eq!(stay(|_, _, _| {}), [1, 0, 1], "the one that lies below");
+    let lost = stay(|shelf, store, keys| {
+        shelf.lost.lock().expect("no panic").push(keys[1]);
+        // It is asked at the next load.
+        load(store, b"a", &[[7; 32]]);
+    });
+    assert_eq!(lost, [0, 1, 1], "the oldest");
+}
+
+/// Copies that don't come count for less, and for all again when they come; keys that were never there say nothing.
+#[test]
+fn copies_that_do_not_come_count_for_less() {
+    let shelf = Arc::new(Shelf::default());
+    let store = one_by_one(&shelf, 8);
+    let keys = put(&store, b"a", &document(1, 1));
+    flush(&store);
+    let ask = |damage: Option<Damage>, times| {
+        *shelf.damage.lock().expect("no panic") = damage;
+        for _ in 0..times {
+            store.memory().clear(None);
+            load(&store, b"a", &keys);
+            load(&store, b"a", &[[7; 32]]);
+        }
+        store.tiers.writes[0].copies.fetch()
+    };
+    assert_eq!(ask(Some(|_, frame| frame.clear()), 1), None, "never seen");
+    let all = ask(None, 99).expect("loads were measured");
+    assert!(all.found > 0.99 && all.seconds_per_byte > 0.0, "{all:?}");
+    let few = ask(Some(|_, frame| frame.clear()), 40).expect("measured before");
+    assert!(few.found < 0.1, "{few:?}");
+    assert_eq!(few.seconds_per_byte, all.seconds_per_byte);
+    assert!(ask(None, 99).expect("measured").found > 0.99);
 }

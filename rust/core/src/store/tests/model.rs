@@ -44,6 +44,12 @@ enum Step {
     Clear {
         family: u32,
     },
+    Copy {
+        family: u32,
+        chunk: usize,
+        level: usize,
+        there: bool,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -56,7 +62,9 @@ fn step() -> impl Strategy<Value = Step> {
         4 => which.prop_map(|which| Step::Release { which }),
         1 => (family.clone(), 0..4usize).prop_map(|(family, chunk)| Step::Pin { family, chunk }),
         1 => (family.clone(), 0..4usize).prop_map(|(family, chunk)| Step::Unpin { family, chunk }),
-        1 => family.prop_map(|family| Step::Clear { family }),
+        1 => family.clone().prop_map(|family| Step::Clear { family }),
+        3 => (family, 0..4usize, 0..9usize, any::<bool>())
+            .prop_map(|(family, chunk, level, there)| Step::Copy { family, chunk, level, there }),
     ]
 }
 
@@ -89,6 +97,8 @@ fn run(policy: PolicyKind, steps: Vec<Step>) -> Outcome {
     // Fill and rank of what is resident as far as the events say; and user pins.
     let mut resident: HashMap<Key, (u8, u8)> = HashMap::new();
     let mut pins: HashMap<Key, usize> = HashMap::new();
+    // Tiers that have copies of a record (by key and fill), as far as the store was told.
+    let mut copies: HashMap<(Key, u8), HashSet<usize>> = HashMap::new();
     let mut writing: Vec<Writing> = Vec::new();
     let mut leases: Vec<(Lease, Vec<Option<u8>>)> = Vec::new();
     let mut fill = 0u8;
@@ -199,10 +209,40 @@ fn run(policy: PolicyKind, steps: Vec<Step>) -> Outcome {
                 pins.retain(|key, _| !keys.contains(key));
                 prop_assert_eq!(store.clear(Some(&space(family))), before - resident.len());
             }
+            Step::Copy {
+                family,
+                chunk,
+                level,
+                there,
+            } => {
+                let key = family_keys(family, 4)[chunk];
+                if there {
+                    store.copied(level, &store.record(&key));
+                } else {
+                    store.uncopied(level, &[key]);
+                }
+                if let Some(&(fill, _)) = resident.get(&key) {
+                    let copies = copies.entry((key, fill)).or_default();
+                    match there {
+                        true if level < 8 => copies.insert(level),
+                        _ => copies.remove(&level),
+                    };
+                }
+            }
             _ => {}
         }
         forget_evicted(&store, &mut resident, &pins)?;
         check(&store, &resident, &leases)?;
+        for (key, (fill, _)) in &resident {
+            let (slot, _) = store
+                .shared
+                .ledger()
+                .resident(&store.shared, key)
+                .expect("resident");
+            let told = store.shared.chunks.cold(slot).labels().copies;
+            let expected = copies.get(&(*key, *fill)).into_iter().flatten();
+            prop_assert_eq!(told, expected.fold(0, |bits, level| bits | 1 << level));
+        }
     }
     // At the end everything is given back, and nothing is left pinned, written or taken.
     prop_assert_eq!(store.stats().reservations as usize, writing.len());
