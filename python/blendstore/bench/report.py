@@ -28,9 +28,9 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def versions(**extra: str | int) -> dict[str, str | int]:
+def versions(**extra: str | float) -> dict[str, str | float]:
     """Versions of what the numbers depend on, with ``extra`` facts about the run."""
-    found: dict[str, str | int] = {
+    found: dict[str, str | float] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
