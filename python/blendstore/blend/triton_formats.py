@@ -89,7 +89,8 @@ def _pack(
         here = real[:, None] & (lane < DIM // 2)[None, :]
         a = tl.load(source + lane[None, :], mask=here, other=0.0).to(tl.float32)
         b = tl.load(source + DIM // 2 + lane[None, :], mask=here, other=0.0).to(tl.float32)
-        large = tl.maximum(tl.abs(a), tl.abs(b))
+        # Each by itself: the larger of a number and none is the number.
+        well = (tl.abs(a) <= _LARGEST) & (tl.abs(b) <= _LARGEST)
         both = lane + DIM // 2
         if (part == 0) & ((tl.program_id(0) + 1) * GROUPED <= count):
             # Channel c of a whole group of keys leaves scale and minimum with token c mod GROUPED.
@@ -126,13 +127,12 @@ def _pack(
     else:
         here = real[:, None] & (lane < DIM)[None, :]
         x = tl.load(source + lane[None, :], mask=here, other=0.0).to(tl.float32)
-        large = tl.abs(x)
-        scale = tl.maximum(tl.max(large, 1) / 127.0, _TINY).to(tl.float16)[:, None]
+        well = tl.abs(x) <= _LARGEST
+        scale = tl.maximum(tl.max(tl.abs(x), 1) / 127.0, _TINY).to(tl.float16)[:, None]
         q = tl.clamp(_rounded(x / scale.to(tl.float32)), -127.0, 127.0).to(tl.int8)
         tl.store(target + lane[None, :], q.to(tl.uint8, bitcast=True), mask=here)
         tl.store(_half(target + DIM), scale, mask=real[:, None])
-    # Not "more than": what is not a number is not well.
-    tl.store(WELL, 0, mask=tl.min((large <= _LARGEST).to(tl.int32)) == 0)
+    tl.store(WELL, 0, mask=tl.min(well.to(tl.int32)) == 0)
 
 
 def unpack(name: str, staged: Tensor, kv: Tensor, places: Tensor) -> None:

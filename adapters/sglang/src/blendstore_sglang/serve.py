@@ -260,7 +260,7 @@ class Serving:
         failure = ""
         try:
             for chunk in {span.chunk for span in plan.spans if span.kind in (SpanKind.EXACT, SpanKind.REUSED)}:
-                records.layer(chunk, 0)
+                records.kept(chunk)
         except Exception as error:
             # As text: the error's frames would hold the records' pins.
             failure = f"{type(error).__name__}: {error}"
