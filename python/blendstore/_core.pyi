@@ -30,6 +30,7 @@ __all__ = [
     "Trace",
     "__version__",
     "attend",
+    "place_rows",
     "redacted_url",
     "remote_url_fault",
 ]
@@ -159,6 +160,24 @@ def attend(
     is not 0; a row that sees none is no number. ``v`` must be finite and ``dim`` even; all are C-contiguous. The bits of a row
     depend on nothing but the row and what it sees. Raises ``StoreError``, with nothing written, where shapes don't fit
     together, a position is none of a key, or memory overlaps with ``out``."""
+
+def place_rows(
+    to_k: _Buffer,
+    to_v: _Buffer,
+    k: _Buffer,
+    v: _Buffer,
+    cos: _Buffer | None = None,
+    sin: _Buffer | None = None,
+    *,
+    interleaved: bool = False,
+    threads: int = 1,
+) -> None:
+    """Copy rows ``v`` to ``to_v``, and rows ``k`` to ``to_k`` turned by ``cos``, ``sin`` float32[n, pairs] if they are given, on
+    up to ``threads`` threads.
+
+    The others are float32[n, kv_heads, dim], all are C-contiguous. Elements (2 j, 2 j + 1) turn together if ``interleaved``,
+    otherwise (j, j + pairs); those from 2 pairs on don't. Raises ``StoreError``, with nothing written, where shapes don't fit
+    together or memory overlaps with what is written to."""
 
 @final
 class Lease:

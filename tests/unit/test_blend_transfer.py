@@ -1,11 +1,28 @@
 """Records reach their rows, rotated to where they stand now; layer by layer or not, the same bytes."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from blendstore._core import StoreError, place_rows
+from blendstore.blend import fused, transfer
 from blendstore.blend.transfer import WorkingKV
 from blendstore.plan import BlendPlan, Span, SpanKind
 from tests.fake_engine import FakeEngine, FakeRecords, random_ids, rope, scene
+
+
+@pytest.fixture(params=["in Rust", "plain"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything here holds for Rust and for its reference, and none of it is a fallback."""
+    monkeypatch.setattr(fused, "_broken", set())
+    fused.fallbacks.clear()
+    if request.param == "plain":
+        monkeypatch.setattr(transfer, "readable", lambda x: False)
+    yield request.param
+    assert not fused.fallbacks
 
 
 def filled(engine: FakeEngine, plan: BlendPlan, records: FakeRecords, *, layerwise: bool) -> torch.Tensor:
@@ -86,3 +103,49 @@ def test_an_error_of_the_store_reaches_the_caller(layerwise: bool) -> None:
     made.records.on_layer = on_layer
     with pytest.raises(OSError, match="lease expired"):
         filled(engine, made.plan, made.records, layerwise=layerwise)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rust_turns_keys_as_torch_does(way: str, pairing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several threads too, with elements that don't turn, and V bit for bit; what Rust refuses torch does."""
+    if way == "plain":
+        return
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    engine = FakeEngine(ropes=(None, rope(6, pairing=pairing)))
+    made = scene(engine)
+    found = filled(engine, made.plan, made.records, layerwise=False)
+    assert engine.geometry.head_dim > 6
+
+    def broken(*_: object, **__: object) -> None:
+        raise StoreError("no")
+
+    monkeypatch.setattr(transfer, "place_rows", broken)
+    expected = filled(engine, made.plan, made.records, layerwise=False)
+    assert fused.fallbacks["copies of rows in Rust"] > 1
+    fused.fallbacks.clear()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert torch.equal(found[:, 1], expected[:, 1])
+
+
+def test_rust_refuses_rows_that_do_not_fit(way: str) -> None:
+    """By name, and without reading or writing out of bounds."""
+    if way == "plain":
+        return
+    rows, angles = np.ones((5, 2, 8), np.float32), np.ones((5, 3), np.float32)
+    empty = np.zeros((2, 5, 2, 8), np.float32)
+    whole = np.zeros((9, 2, 8), np.float32)
+    good: dict[str, Any] = {"to_k": empty[0], "to_v": empty[1], "k": rows, "v": rows, "cos": angles, "sin": angles}
+    for name, bad in (
+        ("k", {"k": rows[0]}), ("v", {"v": rows[:4]}), ("v", {"v": rows[:, :1].copy()}), ("to_k", {"to_k": whole}),
+        ("to_v", {"to_v": whole}), ("to_v", {"to_k": whole[:5], "to_v": whole[4:]}),
+        ("k", {"k": whole[:5], "to_v": whole[4:]}), ("k", {"k": rows.astype(np.float64)}),
+        ("cos, sin", {"cos": None}), ("cos, sin", {"cos": angles[:4]}),
+        ("cos, sin", {"cos": angles[:4], "sin": angles[:4]}),
+        ("cos, sin", {"cos": np.ones((5, 5), np.float32), "sin": np.ones((5, 5), np.float32)}),
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match=rf"^{name} = "):
+            place_rows(**{**good, **bad})
+        assert not empty.any()
+        assert not whole.any()
+    place_rows(**good)
+    assert empty.any()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .._core import place_rows
 from ..plan import BlendPlan, Span, SpanKind
 from .blocks import uninitialised
 from .copies import sent
-from .fused import usable
+from .fused import readable, tried, usable
 from .model import EngineModel, Geometry
 from .rotary import RotaryTable
 from .staged import rows_of
@@ -92,17 +94,40 @@ class _Direct:
         table = self._geometry.rotary[index]
         turns = {} if table is None else self._turns[id(table)]
         for span in self._cached:
-            rows = slice(span.row, span.row + len(span))
+            rows, here = slice(span.row, span.row + len(span)), slice(span.start, span.stop)
             source_k, source_v = (t[rows] for t in self._records.layer(span.chunk, index))
-            v[span.start : span.stop].copy_(source_v)
-            turn = turns.get(span.start)
-            if turn is None or table is None:
-                k[span.start : span.stop].copy_(source_k)
+            moved = (k[here], v[here], source_k, source_v, table, turns.get(span.start))
+            if all(readable(t) for t in moved[:4]):
+                tried("copies of rows in Rust", k.device, partial(_place_in_rust, *moved), partial(_place, *moved))
             else:
-                table.rotate(source_k.to(k.device), *turn, out=k[span.start : span.stop])
+                _place(*moved)
 
     def close(self, *, wait: bool) -> None:
         pass
+
+
+Turn = tuple[Tensor, Tensor]
+"""(cos, sin) [n, 1, pairs] float32 of a span that stands elsewhere than where it was captured."""
+
+
+def _place(
+    k: Tensor, v: Tensor, source_k: Tensor, source_v: Tensor, table: RotaryTable | None, turn: Turn | None
+) -> None:
+    v.copy_(source_v)
+    if turn is None or table is None:
+        k.copy_(source_k)
+    else:
+        table.rotate(source_k.to(k.device), *turn, out=k)
+
+
+def _place_in_rust(
+    k: Tensor, v: Tensor, source_k: Tensor, source_v: Tensor, table: RotaryTable | None, turn: Turn | None
+) -> None:
+    angles = () if turn is None else (angle[:, 0].numpy() for angle in turn)
+    place_rows(
+        *(t.numpy() for t in (k, v, source_k, source_v)), *angles,
+        interleaved=table is not None and table.pairing == "interleaved", threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _rotations(table: RotaryTable, spans: Sequence[Span], device: torch.device) -> list[tuple[Span, Tensor, Tensor]]:

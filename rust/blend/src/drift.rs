@@ -15,6 +15,7 @@ use std::sync::OnceLock;
 
 use crate::Refused;
 use crate::product::ROWS;
+use crate::rotation::Rotation;
 use crate::share::share;
 use block::Scratch;
 use panels::{Gathered, Panels};
@@ -63,28 +64,6 @@ pub struct Drift {
     spans: Vec<Span>,
     /// Positions that a layer must have.
     reach: usize,
-}
-
-/// Which elements of a head turn together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pairing {
-    /// Element i with i + pairs.
-    Half,
-    /// Element 2 i with 2 i + 1.
-    Interleaved,
-}
-
-/// The rotation that K has: cosines and sines `[positions][pairs]`. Elements from 2 `pairs` on are not turned.
-#[derive(Clone, Copy, Debug)]
-pub struct Rotation<'a> {
-    /// Cosines.
-    pub cos: &'a [f32],
-    /// Sines.
-    pub sin: &'a [f32],
-    /// Pairs of a head.
-    pub pairs: usize,
-    /// How they are formed.
-    pub pairing: Pairing,
 }
 
 /// One layer: working K and V `[tokens][heads][dim]`, and the fresh ones `[recomputed][heads][dim]`.

@@ -1,5 +1,5 @@
 //! What blending computes on a CPU in one piece, where tensor operations would go over memory many times or far below the
-//! processor's speed: [`attention`] and [`drift`].
+//! processor's speed: [`attention`], [`drift`] and [`rows`].
 //!
 //! Everything here has a reference in the Python package, in plain torch, and works on its memory in place.
 
@@ -8,6 +8,8 @@
 pub mod attention;
 pub mod drift;
 mod product;
+pub mod rotation;
+pub mod rows;
 mod share;
 
 pub use share::settle;

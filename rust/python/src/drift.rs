@@ -1,10 +1,10 @@
 //! Class `Drift`.
 
-use blendstore_blend::drift::{Column, Drift as Core, Layer, Pairing, Rotation, Settings, Span};
+use blendstore_blend::drift::{Column, Drift as Core, Layer, Settings, Span};
 use pyo3::prelude::*;
 
 use crate::error::{refuse, refused};
-use crate::input::{InPlace, Input, apart, count, heads_and_dim};
+use crate::input::{InPlace, Input, apart, count, heads_and_dim, rotation};
 
 /// The drift correction of one prompt, on a CPU in float32 (immutable).
 #[pyclass(frozen, module = "blendstore._core")]
@@ -107,20 +107,7 @@ impl Drift {
                 apart(name, angles, &[&k.0, &v.0])?;
             }
         }
-        let rotation = match (&cos, &sin) {
-            (None, None) => None,
-            (Some(cos), Some(sin)) => Some(Rotation {
-                cos: cos.as_slice(),
-                sin: sin.as_slice(),
-                pairs: pairs(cos, sin)?,
-                pairing: if interleaved {
-                    Pairing::Interleaved
-                } else {
-                    Pairing::Half
-                },
-            }),
-            _ => return Err(refuse("cos, sin", "one of them", "both or none")),
-        };
+        let rotation = rotation(cos.as_ref(), sin.as_ref(), interleaved)?;
         let layer = Layer {
             heads,
             dim,
@@ -139,15 +126,4 @@ fn counts(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>>
     let input = Input::<i64>::new(name, object)?;
     let items = input.as_slice().iter();
     items.map(|&item| count(name, item)).collect()
-}
-
-/// Pairs of a head, of two tables `[positions, pairs]`.
-fn pairs(cos: &Input<f32>, sin: &Input<f32>) -> PyResult<usize> {
-    match (cos.shape(), sin.shape()) {
-        (&[rows, pairs], &[others, same]) if rows == others && pairs == same => Ok(pairs),
-        (one, other) => {
-            let value = format!("{one:?} and {other:?}");
-            Err(refuse("cos, sin", value, "[positions, pairs] float32 both"))
-        }
-    }
 }

@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use blendstore_blend::rotation::{Pairing, Rotation};
 use blendstore_core::Key;
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
 use pyo3::exceptions::PyTypeError;
@@ -230,6 +231,37 @@ pub(crate) fn heads_and_dim(name: &'static str, input: &Input<f32>) -> PyResult<
             "[n, heads, dim] float32",
         )),
     }
+}
+
+/// The rotation of two tables `[positions, pairs]`, where there are any.
+pub(crate) fn rotation<'a>(
+    cos: Option<&'a Input<f32>>,
+    sin: Option<&'a Input<f32>>,
+    interleaved: bool,
+) -> PyResult<Option<Rotation<'a>>> {
+    let (cos, sin) = match (cos, sin) {
+        (None, None) => return Ok(None),
+        (Some(cos), Some(sin)) => (cos, sin),
+        _ => return Err(refuse("cos, sin", "one of them", "both or none")),
+    };
+    let pairs = match (cos.shape(), sin.shape()) {
+        (&[rows, pairs], &[others, same]) if rows == others && pairs == same => pairs,
+        (one, other) => {
+            let value = format!("{one:?} and {other:?}");
+            let accepted = "[positions, pairs] float32 both";
+            return Err(refuse("cos, sin", value, accepted));
+        }
+    };
+    Ok(Some(Rotation {
+        cos: cos.as_slice(),
+        sin: sin.as_slice(),
+        pairs,
+        pairing: if interleaved {
+            Pairing::Interleaved
+        } else {
+            Pairing::Half
+        },
+    }))
 }
 
 /// Refuses a buffer that shares memory with one that is written to.

@@ -16,6 +16,7 @@ mod matches;
 mod namespace;
 mod record_buffer;
 mod reservation;
+mod rows;
 mod store;
 mod ticket;
 mod tier;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<coder::Coder>()?;
     module.add_class::<drift::Drift>()?;
     module.add_function(wrap_pyfunction!(attention::attend, module)?)?;
+    module.add_function(wrap_pyfunction!(rows::place_rows, module)?)?;
     module.add_class::<tier::Tier>()?;
     module.add_function(wrap_pyfunction!(tier::remote_url_fault, module)?)?;
     module.add_function(wrap_pyfunction!(tier::redacted_url, module)?)?;

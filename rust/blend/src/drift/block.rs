@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::panels::{Panels, inverse_norm};
-use super::{BLOCK, Block, Pairing, Rotation, Settings};
+use super::{BLOCK, Block, Settings};
 use crate::product::{LANES, ROWS, exp2, product};
+use crate::rotation::{Pairing, Rotation};
 
 /// What a block's products go through: rows stand in groups of [`ROWS`].
 #[derive(Default)]

@@ -1,7 +1,8 @@
 //! What recomputed tokens say, laid out for matrix products.
 
-use super::{Column, Layer, Pairing, Rotation, Settings};
+use super::{Column, Layer, Settings};
 use crate::product::LANES;
+use crate::rotation::{Pairing, Rotation};
 
 /// Of every head and recomputed token: what others are compared to, and how it moved.
 pub(super) struct Gathered {
@@ -84,15 +85,6 @@ pub(super) fn inverse_norm(vector: &[f32]) -> f32 {
     let norm = (sums.iter().sum::<f32>() + rest).sqrt();
     // What is no number stays none.
     1.0 / if norm < 1e-12 { 1e-12 } else { norm }
-}
-
-impl<'a> Rotation<'a> {
-    /// Cosines and sines of one position.
-    #[inline(always)]
-    pub(super) fn at(&self, position: usize) -> (&'a [f32], &'a [f32]) {
-        let row = position * self.pairs..(position + 1) * self.pairs;
-        (&self.cos[row.clone()], &self.sin[row])
-    }
 }
 
 /// The columns of one document and head, as the right sides of both products.

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::product::LANES;
+use crate::rotation::Pairing;
 
 /// A prompt with its correction, one layer of it, and the angle by which pairs turn from one position to the next.
 #[derive(Clone, Debug)]
