@@ -129,6 +129,15 @@ impl Reuse {
         for waiting in &mut self.waiting {
             waiting.retain(|(fingerprint, _)| fingerprint >> 16 & skip == 0);
         }
+        (0..AGES).for_each(|age| self.give_back(age));
+    }
+
+    /// Every queue has been as long as all that is watched: together they would keep many times that.
+    fn give_back(&mut self, age: usize) {
+        let waiting = &mut self.waiting[age];
+        if waiting.capacity() > 1024 && waiting.len() < waiting.capacity() / 4 {
+            waiting.shrink_to(2 * waiting.len());
+        }
     }
 
     /// Its wait has ended after `age`, or at `now` without one.
@@ -202,6 +211,7 @@ impl Reuse {
                     }
                 }
             }
+            self.give_back(age);
         }
     }
 

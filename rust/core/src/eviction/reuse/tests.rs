@@ -156,3 +156,23 @@ fn the_index_falls_unless_there_is_something_to_wait_for() {
     );
     assert!(young > blank[0][4 * PARTS]);
 }
+
+/// Queues that all keys have gone through don't keep room for them.
+#[test]
+fn memory_stays_that_of_what_is_watched() {
+    let limit = 10_000;
+    let mut reuse = Reuse::new(1, 1, limit);
+    let mut used = Vec::new();
+    for key in 0..limit as u32 - 1 {
+        reuse.wait(key & 0xffff, 0, 0, key);
+    }
+    let one_queue = reuse.bytes();
+    for age in 0..AGES {
+        reuse.advance(end_of(age), |_, _| false, &mut used);
+    }
+    assert!(
+        reuse.bytes() <= one_queue + one_queue / 2,
+        "{one_queue} {}",
+        reuse.bytes()
+    );
+}
