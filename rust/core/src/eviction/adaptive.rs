@@ -25,6 +25,8 @@ const CLASSES: usize = KINDS * HABITS * DEPTHS;
 const LISTS: usize = CLASSES * STEPS;
 /// Most keys watched for learning.
 const WATCHED: usize = 1 << 16;
+/// Most places for chunks that have gone.
+const REMEMBERED: usize = 1 << 19;
 /// New chunks from one ordering of the lists to the next.
 const REORDER: u64 = 1024;
 /// Lists are searched for chunks that have grown out of them after an eighth of the age at which they do, and never more
@@ -383,7 +385,7 @@ const UNIT: u32 = 26;
 
 impl Remembered {
     fn new(slots: usize) -> Self {
-        Self(vec![0; slots.next_power_of_two().max(256)])
+        Self(vec![0; slots.next_power_of_two().clamp(256, REMEMBERED)])
     }
 
     fn place(&self, fingerprint: u32) -> usize {

@@ -13,6 +13,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
+use crate::chunk::NIL;
+
 /// Ages told apart: below 0.13 s, then powers of two, the last from ten hours on.
 const AGES: usize = 20;
 const FIRST: u32 = 27;
@@ -66,8 +68,8 @@ struct Watched {
     class: u16,
     /// Bucket up to which it counts as having reached.
     reached: u8,
-    /// Where it is, if it is resident.
-    slot: Option<u32>,
+    /// Where it is if it is resident, else `NIL`.
+    slot: u32,
 }
 
 #[derive(Debug)]
@@ -111,7 +113,7 @@ impl Reuse {
             since,
             class: class as u16,
             reached: 0,
-            slot: Some(slot),
+            slot,
         };
         self.table[class][0].reached += 1.0;
         self.watched.insert(fingerprint, watched);
@@ -135,8 +137,8 @@ impl Reuse {
     /// Every queue has been as long as all that is watched: together they would keep many times that.
     fn give_back(&mut self, age: usize) {
         let waiting = &mut self.waiting[age];
-        if waiting.capacity() > 1024 && waiting.len() < waiting.capacity() / 4 {
-            waiting.shrink_to(2 * waiting.len());
+        if waiting.capacity() > 1024 && waiting.len() < waiting.capacity() / 2 {
+            waiting.shrink_to(waiting.len() + waiting.len() / 4);
         }
     }
 
@@ -166,7 +168,7 @@ impl Reuse {
         if self.watches(fingerprint)
             && let Some(watched) = self.watched.get_mut(&fingerprint)
         {
-            watched.slot = None;
+            watched.slot = NIL;
         }
     }
 
@@ -175,7 +177,7 @@ impl Reuse {
         if self.watches(fingerprint)
             && let Some(watched) = self.watched.get_mut(&fingerprint)
         {
-            watched.slot = Some(slot);
+            watched.slot = slot;
         }
     }
 
@@ -200,7 +202,7 @@ impl Reuse {
                     continue;
                 }
                 match watched.slot {
-                    Some(slot) if is_used(slot, fingerprint) => used.push(slot),
+                    slot if slot != NIL && is_used(slot, fingerprint) => used.push(slot),
                     _ if age + 1 < AGES => {
                         watched.reached = (age + 1) as u8;
                         self.table[usize::from(watched.class)][age + 1].reached += 1.0;
