@@ -18,6 +18,9 @@ const DEPTHS: usize = 4;
 const FEW: usize = 4;
 const PACES: usize = 8;
 const SLOW: usize = 13;
+/// Times between uses that a pace is the mean of, older ones fading, by kind: documents are asked for at a steady pace,
+/// conversations at one that changes.
+const MEMORY: [u8; KINDS] = [16, 4, 4];
 const HABITS: usize = FEW + PACES;
 const KINDS: usize = 3;
 const CLASSES: usize = KINDS * HABITS * DEPTHS;
@@ -60,21 +63,22 @@ struct Past {
 }
 
 impl Past {
-    fn add(&mut self, gap: u64) {
+    fn add(&mut self, gap: u64, kind: usize) {
         let gap = ((gap.max(1) as f32).log2() * 256.0) as i32;
         let pace = i32::from(self.pace);
-        self.pace = (pace + (gap - pace) / i32::from(self.uses.min(3) + 1)) as u16;
+        self.pace = (pace + (gap - pace) / i32::from(self.uses.min(MEMORY[kind] - 1) + 1)) as u16;
         self.uses = self.uses.saturating_add(1);
     }
 }
 
 impl Facts {
+    fn kind(&self) -> usize {
+        usize::from(self.place) / DEPTHS
+    }
+
     /// Chunks that were seldom used so far are told apart by how often, the others by how fast.
     fn class(&self) -> usize {
-        let (kind, depth) = (
-            usize::from(self.place) / DEPTHS,
-            usize::from(self.place) % DEPTHS,
-        );
+        let (kind, depth) = (self.kind(), usize::from(self.place) % DEPTHS);
         let habit = match usize::from(self.past.uses) {
             few @ 0..FEW => few,
             _ => FEW + (usize::from(self.past.pace / 512).saturating_sub(SLOW)).min(PACES - 1),
@@ -194,7 +198,7 @@ impl Adaptive {
         let gap = between(facts.seen, tick(touched)) / u64::from(uses);
         for left in (0..u64::from(uses)).rev() {
             self.reuse.used(facts.fingerprint, Some(gap), touched);
-            facts.past.add(gap);
+            facts.past.add(gap, facts.kind());
             let since = touched.saturating_sub(left * gap);
             self.reuse
                 .wait(facts.fingerprint, facts.class(), since, slot);
@@ -268,7 +272,7 @@ impl Policy for Adaptive {
         let mut past = Past::default();
         if let Some((gap, known)) = self.gone.take(fingerprint, now) {
             past = known;
-            past.add(gap);
+            past.add(gap, kind);
         }
         let facts = Facts {
             fingerprint,
