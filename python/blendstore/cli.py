@@ -160,6 +160,7 @@ def _check(args: argparse.Namespace) -> int:
         config = _loaded(args.file)
         warnings += [*config.warnings, *machine.too_large(config)]
         faults += _selector_faults(config, warnings)
+        faults += _table_faults(config)
     except ConfigError as error:
         faults += error.faults
     if args.json:
@@ -195,6 +196,19 @@ def _selector_faults(config: Config, warnings: list[str]) -> list[str]:
     except Exception as error:  # an entry point of another package may raise anything
         given = "; ".join(f"{key}: {config.as_dict()[key]!r} ({origins[key]})" for key in named)
         return [f"{given}: {error}"]
+    return []
+
+
+def _table_faults(config: Config) -> list[str]:
+    """What a start would refuse about the tables of lossy codings."""
+    from .tiers import coder_of
+
+    key = next((key for key in ("local_serde", "remote_serde") if getattr(config, key) == "cachegen"), None)
+    try:
+        if key is not None:
+            coder_of(config, key, None)
+    except ConfigError as error:
+        return list(error.faults)
     return []
 
 

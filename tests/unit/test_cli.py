@@ -86,6 +86,21 @@ def test_config_check_lists_every_fault_of_a_file(tmp_path: Path, capsys: pytest
     assert told["faults"] == [line.removeprefix("blendstore: ") for line in lines]
 
 
+@pytest.mark.parametrize("content", [None, b"no tables"])
+def test_config_check_reads_the_tables_that_a_start_would(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Missing, or not of tables: told by the check, not by a server that has loaded a model before."""
+    tables, file = tmp_path / "made.tables", tmp_path / "c.yaml"
+    if content is not None:
+        tables.write_bytes(content)
+    file.write_text(
+        f"local_disk: {tmp_path}/d\nmax_local_disk_size: 1\nlocal_serde: cachegen\ncodec_tables: {tables}\n"
+    )
+    assert cli.main(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"blendstore: codec_tables: {tables} (")
+
+
 def test_config_check_for_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
