@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blendstore import Lease, Namespace, Store, __version__
-from blendstore.blend import BlendRunner, BlendSettings, fused, transfer
+from blendstore.blend import BlendRunner, BlendSettings, fused, streamed
 from blendstore.blend.drift import DriftSettings
 from blendstore.blend.pinned import PinnedArena
 from blendstore.blend.records import LeaseRecords, write_record
@@ -282,7 +282,7 @@ def measure(scene: Scene, repetitions: int) -> list[dict[str, Any]]:
 def loading(scene: Scene, repetitions: int) -> list[dict[str, Any]]:
     """Bringing in all layers and nothing else, with different numbers of layers to a copy."""
     rows = []
-    before = transfer._TOGETHER
+    before = streamed._TOGETHER
 
     @torch.inference_mode()
     def load() -> None:
@@ -292,12 +292,12 @@ def loading(scene: Scene, repetitions: int) -> list[dict[str, Any]]:
         kv.close()
 
     for together in (1, 2, 4, 8):
-        transfer._TOGETHER = together
+        streamed._TOGETHER = together
         found = [timed(scene, load) for _ in range(repetitions + 1)][1:]
         cached = (scene.plan.exact + scene.plan.reused) * scene.engine.geometry.bytes_per_token
         spent = statistics.median(done for done, _ in found)
         rows.append({"way": f"loading, {together} layers a copy", "ms": spent, "gb_s": cached / spent / 1e6})
-    transfer._TOGETHER = before
+    streamed._TOGETHER = before
     return rows
 
 

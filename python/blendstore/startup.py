@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._core import Store
 from .blend import EngineModel, Geometry
 from .blend.answers import AnsweringModel, measure_of
 from .blend.selectors import SelectorSettings, make_selector
@@ -85,8 +86,9 @@ def loaded_digest(model: Any) -> bytes:
     return hashlib.blake2b(everything.tobytes(), digest_size=32).digest()
 
 
-def calibrate(budget: Budget, model: EngineModel) -> None:
-    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here."""
+def calibrate(budget: Budget, model: EngineModel, store: Store, config: Config) -> None:
+    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here. The store
+    learns from it what computing costs, unless the configuration says it."""
     device = model.geometry.device
     measured = []
     for count in (64, 1024) if device.type == "cuda" else (16, 128):
@@ -99,6 +101,9 @@ def calibrate(budget: Budget, model: EngineModel) -> None:
             spent = (time.perf_counter() - begin) * 1e3
         measured.append((float(count), spent))
     budget.calibrate(*measured)
+    each = budget.estimate(1) - budget.estimate(0)
+    if each > 0 and config.origins["prefill_tokens_per_s"] == "default":
+        store.set_prefill_speed(1e3 / each)
 
 
 def guarded(

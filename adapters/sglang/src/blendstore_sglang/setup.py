@@ -98,7 +98,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
     if model is not None:
         warm_up(geometry, model.softcap)
         if config.blend_budget_ms:
-            calibrate(serving.budget, model)
+            calibrate(serving.budget, model, store, config)
     cache = version.make_cache(context, BlendingCache)
     cache.serving, cache.version = serving, version
     metrics.blending(model is not None)

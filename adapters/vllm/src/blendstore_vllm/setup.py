@@ -121,7 +121,7 @@ def _warm_up(model: VLLMModel, serving: Serving) -> None:
         return
     warm_up(geometry, model.softcap)
     with model.entered(1024):
-        calibrate(serving.budget, model)
+        calibrate(serving.budget, model, serving.store, serving.config)
 
 
 def _refuse_server(vllm_config: VllmConfig, runner: Any) -> None:
