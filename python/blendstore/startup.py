@@ -120,23 +120,30 @@ def guarded(
     keys = guard.lossy(config)
     if not keys:
         return config, 0
+    ids: list[int] = []
     measure: Measure | None = None
-    reason = "blending can't be proved for this model"
+    reason = "blending can't be proved for this model" if model is None else "another rank can't"
+    # What fails on one rank is agreed on before the ranks compute together.
     try:
         if model is not None:
             from transformers import AutoTokenizer
 
             loaded: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-            measure = measure_of(model, guard.prose(loaded.encode))
-    except Exception as error:  # whatever a model or tokenizer says is the reason
+            ids = guard.prose(loaded.encode)
+    except Exception as error:  # whatever a tokenizer says is the reason
         reason = f"{type(error).__name__}: {error}"
-    # Above every bound where another rank can't measure: that rank takes part all the same.
-    if together(float(measure is None)):
+    if together(float(not ids)) == 0 and model is not None:
+        try:
+            measure = measure_of(model, ids)
+        except Exception as error:  # as above, of a model
+            reason = f"{type(error).__name__}: {error}"
+    missing = together(float(measure is None))
+    if measure is None or missing > 0:
         log.warning("%s: not measured: %s", ", ".join(keys), reason)
         return config, 0
 
-    def measured(code: Code) -> float:
-        kl = math.nan if measure is None else measure(code)
+    def measured(code: Code, measure: Measure = measure) -> float:
+        kl = measure(code)
         return together(math.inf if math.isnan(kl) else kl)
 
     config, verdicts = guard.guarded(config, measured)
