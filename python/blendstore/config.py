@@ -64,9 +64,10 @@ def redact(value: str) -> str:
     """``value`` with passwords and tokens within URLs replaced by ``***``.
 
     What stands alone before an ``@`` is taken for a password: ``redis://secret@host`` is a common mistake, and so is a
-    missing slash."""
+    missing slash. Without an ``@``, what stands where a port does and is none is taken for one."""
     value = re.sub(r"(:/+[^:@/\s]*):\S*@", r"\1:***@", value)
     value = re.sub(r"(:/+)[^:@/\s]+@", r"\1:***@", value)
+    value = re.sub(r"""(:/+(?!\[)[^:@/\s]*):(?!\d+(?![\w.-]))[^/\s'"?#@]+(?=[/\s'"?#\]]|$)""", r"\1:***", value)
     return re.sub(r"(?i)([?&](?:\w*password|passwd|token|secret|api_?key|auth)=)[^&\s]*", r"\1***", value)
 
 

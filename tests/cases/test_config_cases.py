@@ -188,6 +188,7 @@ def test_case_o02_passwords_in_urls_are_redacted_in_every_error(tmp_path: Path) 
         "redis://u:SEC RET@host",
         "redis://host?pasword=SECRET",
         "redis://u:SECRET?x@host",
+        "redis://u:SECREThost:6379",
     ],
 )
 def test_case_o02_a_mistyped_url_shows_no_secret(mistyped: str) -> None:
@@ -208,6 +209,10 @@ def test_case_o02_a_mistyped_url_shows_no_secret(mistyped: str) -> None:
         ("redis://secret@host", "redis://:***@host"),
         ("s3://b/k?token=abc&x=1", "s3://b/k?token=***&x=1"),
         ("http://h/?API_KEY=abc", "http://h/?API_KEY=***"),
+        ("redis://:pass-host:6379/0", "redis://:***/0"),
+        ("['redis://u:passhost']", "['redis://u:***']"),
+        ("redis-cluster://a:1,b:2/", "redis-cluster://a:1,b:2/"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
         ("plain text", "plain text"),
     ],
 )

@@ -244,7 +244,10 @@ pub fn redacted(text: &str) -> String {
     let start = text.find("://").map_or(0, |at| at + 3);
     let (scheme, rest) = text.split_at(start);
     let (mut shown, rest) = match rest.rsplit_once('@') {
-        None => (scheme.to_string(), rest),
+        None => match unnamed_secret(rest).filter(|_| start > 0) {
+            None => (scheme.to_string(), rest),
+            Some((user, rest)) => (format!("{scheme}{user}:***"), rest),
+        },
         Some((login, rest)) => {
             // Without a colon, what stands there is as likely a password.
             let user = login.split_once(':').map_or("", |(user, _)| user);
@@ -274,6 +277,17 @@ pub fn redacted(text: &str) -> String {
         }
     }
     shown
+}
+
+/// What stands before and behind something in the place of a port that is none: a password whose `@` was forgotten.
+fn unnamed_secret(rest: &str) -> Option<(&str, &str)> {
+    let end = rest.find(['/', '?']).unwrap_or(rest.len());
+    let (authority, behind) = rest.split_at(end);
+    let (user, port) = authority.split_once(':')?;
+    let digits = port.trim_start_matches(|c: char| c.is_ascii_digit());
+    let is_port = digits.len() < port.len()
+        && !digits.starts_with(|c: char| c.is_alphanumeric() || "._-".contains(c));
+    (!user.starts_with('[') && !port.is_empty() && !is_port).then_some((user, behind))
 }
 
 /// Options whose values are no secrets.

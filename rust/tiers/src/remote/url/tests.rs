@@ -261,6 +261,10 @@ fn case_o02_secrets_are_redacted() {
         ),
         ("redis://h?passwort=x&junk", "redis://h?passwort=***&***"),
         ("redis://host/0", "redis://host/0"),
+        ("redis://u:secrethost:6379/0", "redis://u:***/0"),
+        ("redis://:7secret", "redis://:***"),
+        ("redis-cluster://a:1,b:2/", "redis-cluster://a:1,b:2/"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
         ("redis://?@?sentinel_password=secret", "redis://***"),
         (
             "redis://h?ttl=?sentinel_password=secret",
