@@ -435,7 +435,7 @@ def _read_file(file: Path) -> dict[str, object]:
         where = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
         raise ConfigError(f"configuration file {file}: {where}{redact(problem)}; give lines of `key: value`") from None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         # What the library's constructors raise for scalars, keys and nesting that they don't expect.
         raise ConfigError(
             f"configuration file {file}: a value can't be read as YAML ({type(error).__name__}); "

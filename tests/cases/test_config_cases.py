@@ -218,3 +218,11 @@ def test_case_o02_a_mistyped_url_shows_no_secret(mistyped: str) -> None:
 )
 def test_case_o02_redaction(url: str, shown: str) -> None:
     assert redact(url) == shown
+
+
+def test_a_character_beyond_unicode_is_told_of_its_file(tmp_path: Path) -> None:
+    """YAML's escapes have room for numbers that no character has."""
+    file = tmp_path / "c.yaml"
+    file.write_text('chunk_size: "\\UFFFFFFFF"\n')
+    with pytest.raises(ConfigError, match="can't be read as YAML"):
+        Config.load(file, env={})
