@@ -19,6 +19,7 @@ from pathlib import Path
 from blendstore import machine
 from blendstore.config import Config, ConfigError
 from blendstore.flags import CommandParser
+from blendstore.tiers import coder_of
 
 __all__ = ["main"]
 
@@ -201,8 +202,6 @@ def _selector_faults(config: Config, warnings: list[str]) -> list[str]:
 
 def _table_faults(config: Config) -> list[str]:
     """What a start would refuse about the tables of lossy codings."""
-    from .tiers import coder_of
-
     key = next((key for key in ("local_serde", "remote_serde") if getattr(config, key) == "cachegen"), None)
     try:
         if key is not None:

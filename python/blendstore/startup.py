@@ -126,10 +126,7 @@ def guarded(
     # What fails on one rank is agreed on before the ranks compute together.
     try:
         if model is not None:
-            from transformers import AutoTokenizer
-
-            loaded: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-            ids = guard.prose(loaded.encode)
+            ids = guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)
     except Exception as error:  # whatever a tokenizer says is the reason
         reason = f"{type(error).__name__}: {error}"
     if together(float(not ids)) == 0 and model is not None:
@@ -137,8 +134,8 @@ def guarded(
             measure = measure_of(model, ids)
         except Exception as error:  # as above, of a model
             reason = f"{type(error).__name__}: {error}"
-    missing = together(float(measure is None))
-    if measure is None or missing > 0:
+    # The vote first: a rank that can't measure takes part in it too.
+    if together(float(measure is None)) or measure is None:
         log.warning("%s: not measured: %s", ", ".join(keys), reason)
         return config, 0
 
@@ -159,12 +156,16 @@ def separators(config: Config, tokenizer: str, *, trust_remote_code: bool) -> Se
     if config.segmenter not in ("auto", "separator"):
         return None
     try:
-        from transformers import AutoTokenizer
-
-        loaded: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-        return SeparatorSegmenter.of_tokenizer(loaded, config.blend_special_str)
+        return SeparatorSegmenter.of_tokenizer(_tokenizer(tokenizer, trust_remote_code), config.blend_special_str)
     except (SegmentationError, OSError, ValueError) as error:
         if config.segmenter == "separator":
             raise
         log.warning("documents are found by the matcher alone: %s", error)
         return None
+
+
+def _tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(path, trust_remote_code=trust_remote_code)

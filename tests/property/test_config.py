@@ -19,8 +19,15 @@ KEYS = sorted({field.name for field in fields(Config) if field.init} - {"origins
 LITTLE = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.binary(max_size=6), st.dates()
 )
+URLS = [
+    f"redis://:{SECRET}@127.0.0.1:6379/0",
+    f"redis://u:{SECRET}@[::1]:99999",
+    f"s3://u:{SECRET}@bucket",
+    f"s3:/u:{SECRET}@bucket",
+]
 TELLING = st.sampled_from(
     [
+        *URLS,
         "",
         "0",
         "-1",
@@ -32,10 +39,6 @@ TELLING = st.sampled_from(
         "${NO_SUCH}",
         "file://x",
         "file:///x%00",
-        f"redis://:{SECRET}@127.0.0.1:6379/0",
-        f"redis://u:{SECRET}@[::1]:99999",
-        f"s3://u:{SECRET}@bucket",
-        f"s3:/u:{SECRET}@bucket",
         "unix:///x",
         "127.0.0.1:65536",
         "query, deviation",
@@ -113,7 +116,10 @@ def test_any_file_is_taken_or_refused(tmp_path: Path) -> None:
                 del written[at : at + 3]
         file.write_bytes(written)
         # What is left of a URL that has lost any of its bytes may be no URL: nobody can tell what in it is a password.
-        told(None if changes else SECRET, env={"BLENDSTORE_CONFIG_FILE": str(file)})
+        rest = bytes(written)
+        for url in URLS:
+            rest = rest.replace(url.encode(), b"")
+        told(None if SECRET.encode() in rest else SECRET, env={"BLENDSTORE_CONFIG_FILE": str(file)})
 
     look(any_file)
 

@@ -11,17 +11,12 @@ from blendstore._core import StoreError, attend
 from blendstore.blend import attention, fused
 from blendstore.blend.attention import RowAttention
 from tests.fake_engine import dense
+from tests.ways import WAYS, one_way
 
 
-@pytest.fixture(params=["in Rust", "plain"], autouse=True)
+@pytest.fixture(params=WAYS, autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Everything here holds for Rust and for its reference, and none of it is a fallback."""
-    monkeypatch.setattr(fused, "_broken", set())
-    fused.fallbacks.clear()
-    if request.param == "plain":
-        monkeypatch.setattr(attention, "readable", lambda x: False)
-    yield request.param
-    assert not fused.fallbacks
+    yield from one_way(request.param, attention, monkeypatch)
 
 
 def draw(n: int, nkeys: int, heads: int, kv_heads: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -12,17 +12,12 @@ from blendstore.blend import fused, transfer
 from blendstore.blend.transfer import WorkingKV
 from blendstore.plan import BlendPlan, Span, SpanKind
 from tests.fake_engine import FakeEngine, FakeRecords, random_ids, rope, scene
+from tests.ways import WAYS, one_way
 
 
-@pytest.fixture(params=["in Rust", "plain"], autouse=True)
+@pytest.fixture(params=WAYS, autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Everything here holds for Rust and for its reference, and none of it is a fallback."""
-    monkeypatch.setattr(fused, "_broken", set())
-    fused.fallbacks.clear()
-    if request.param == "plain":
-        monkeypatch.setattr(transfer, "readable", lambda x: False)
-    yield request.param
-    assert not fused.fallbacks
+    yield from one_way(request.param, transfer, monkeypatch)
 
 
 def filled(engine: FakeEngine, plan: BlendPlan, records: FakeRecords, *, layerwise: bool) -> torch.Tensor:

@@ -3,8 +3,8 @@
 use blendstore_blend::attention::Attention;
 use pyo3::prelude::*;
 
-use crate::error::{refuse, refused};
-use crate::input::{InPlace, Input, apart, heads_and_dim};
+use crate::error::refused;
+use crate::input::{InPlace, Input, apart, heads_and_dim, same_heads};
 
 #[pyfunction]
 #[pyo3(signature = (q, k, v, positions, out, *, scale, window = None, hidden = None, threads = 1))]
@@ -27,9 +27,7 @@ pub(crate) fn attend(
         Input::new("v", v)?,
     );
     let positions = Input::new("positions", positions)?;
-    let hidden = hidden
-        .map(|hidden| Input::new("hidden", hidden))
-        .transpose()?;
+    let hidden = Input::optional("hidden", hidden)?;
     let mut out = InPlace::new("out", out)?;
 
     let [heads, dim] = heads_and_dim("q", &q)?;
@@ -39,10 +37,7 @@ pub(crate) fn attend(
         ("v", &v, kv_heads),
         ("out", &out.0, heads),
     ] {
-        if heads_and_dim(name, input)? != [heads, dim] {
-            let accepted = format!("[n, {heads}, {dim}] float32, as q and k are");
-            return Err(refuse(name, format!("{:?}", input.shape()), accepted));
-        }
+        same_heads(name, input, [heads, dim], "q and k are")?;
     }
     for (name, input) in [("q", &q), ("k", &k), ("v", &v)] {
         apart(name, input, &[&out.0])?;

@@ -4,7 +4,7 @@ use blendstore_blend::drift::{Column, Drift as Core, Layer, Settings, Span};
 use pyo3::prelude::*;
 
 use crate::error::{refuse, refused};
-use crate::input::{InPlace, Input, apart, count, heads_and_dim, rotation};
+use crate::input::{InPlace, Input, apart, count, heads_and_dim, rotation, same_heads};
 
 /// The drift correction of one prompt, on a CPU in float32 (immutable).
 #[pyclass(frozen, module = "blendstore._core")]
@@ -88,23 +88,21 @@ impl Drift {
         let (mut k, mut v) = (InPlace::new("k", k)?, InPlace::new("v", v)?);
         let fresh_k = Input::new("fresh_k", fresh_k)?;
         let fresh_v = Input::new("fresh_v", fresh_v)?;
-        let cos = cos.map(|cos| Input::new("cos", cos)).transpose()?;
-        let sin = sin.map(|sin| Input::new("sin", sin)).transpose()?;
+        let (cos, sin) = (Input::optional("cos", cos)?, Input::optional("sin", sin)?);
 
         let [heads, dim] = heads_and_dim("k", &k.0)?;
         for (name, other) in [("v", &v.0), ("fresh_k", &fresh_k), ("fresh_v", &fresh_v)] {
-            if heads_and_dim(name, other)? != [heads, dim] {
-                let accepted = format!("[n, {heads}, {dim}] float32, as k");
-                return Err(refuse(name, format!("{:?}", other.shape()), accepted));
-            }
+            same_heads(name, other, [heads, dim], "k")?;
         }
         apart("v", &v.0, &[&k.0])?;
-        for (name, other) in [("fresh_k", &fresh_k), ("fresh_v", &fresh_v)] {
-            apart(name, other, &[&k.0, &v.0])?;
-        }
-        for (name, angles) in [("cos", &cos), ("sin", &sin)] {
-            if let Some(angles) = angles {
-                apart(name, angles, &[&k.0, &v.0])?;
+        for (name, other) in [
+            ("fresh_k", Some(&fresh_k)),
+            ("fresh_v", Some(&fresh_v)),
+            ("cos", cos.as_ref()),
+            ("sin", sin.as_ref()),
+        ] {
+            if let Some(other) = other {
+                apart(name, other, &[&k.0, &v.0])?;
             }
         }
         let rotation = rotation(cos.as_ref(), sin.as_ref(), interleaved)?;

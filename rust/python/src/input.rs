@@ -69,6 +69,14 @@ impl<T: Item> Input<T> {
         })
     }
 
+    /// The same, of an argument that may be left out.
+    pub(crate) fn optional(
+        name: &'static str,
+        object: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Self>> {
+        object.map(|object| Self::new(name, object)).transpose()
+    }
+
     /// Its items.
     pub(crate) fn as_slice(&self) -> &[T] {
         let len = self.buffer.item_count();
@@ -231,6 +239,20 @@ pub(crate) fn heads_and_dim(name: &'static str, input: &Input<f32>) -> PyResult<
             "[n, heads, dim] float32",
         )),
     }
+}
+
+/// Refuses a buffer that is not `[n, heads, dim]` with these heads and dim, which are those of `like`.
+pub(crate) fn same_heads(
+    name: &'static str,
+    input: &Input<f32>,
+    [heads, dim]: [usize; 2],
+    like: &str,
+) -> PyResult<()> {
+    if heads_and_dim(name, input)? == [heads, dim] {
+        return Ok(());
+    }
+    let accepted = format!("[n, {heads}, {dim}] float32, as {like}");
+    Err(refuse(name, format!("{:?}", input.shape()), accepted))
 }
 
 /// The rotation of two tables `[positions, pairs]`, where there are any.

@@ -3,8 +3,8 @@
 use blendstore_blend::rows::Rows;
 use pyo3::prelude::*;
 
-use crate::error::{refuse, refused};
-use crate::input::{InPlace, Input, apart, heads_and_dim, rotation};
+use crate::error::refused;
+use crate::input::{InPlace, Input, apart, heads_and_dim, rotation, same_heads};
 
 #[pyfunction]
 #[pyo3(signature = (to_k, to_v, k, v, cos = None, sin = None, *, interleaved = false, threads = 1))]
@@ -22,23 +22,22 @@ pub(crate) fn place_rows(
 ) -> PyResult<()> {
     let (mut to_k, mut to_v) = (InPlace::new("to_k", to_k)?, InPlace::new("to_v", to_v)?);
     let (k, v) = (Input::new("k", k)?, Input::new("v", v)?);
-    let cos = cos.map(|cos| Input::new("cos", cos)).transpose()?;
-    let sin = sin.map(|sin| Input::new("sin", sin)).transpose()?;
+    let (cos, sin) = (Input::optional("cos", cos)?, Input::optional("sin", sin)?);
 
     let [heads, dim] = heads_and_dim("k", &k)?;
     for (name, other) in [("v", &v), ("to_k", &to_k.0), ("to_v", &to_v.0)] {
-        if heads_and_dim(name, other)? != [heads, dim] {
-            let accepted = format!("[n, {heads}, {dim}] float32, as k");
-            return Err(refuse(name, format!("{:?}", other.shape()), accepted));
-        }
+        same_heads(name, other, [heads, dim], "k")?;
     }
     apart("to_v", &to_v.0, &[&to_k.0])?;
-    let angles = [("cos", &cos), ("sin", &sin)];
-    let angles = angles
-        .into_iter()
-        .filter_map(|(name, of)| Some((name, of.as_ref()?)));
-    for (name, other) in [("k", &k), ("v", &v)].into_iter().chain(angles) {
-        apart(name, other, &[&to_k.0, &to_v.0])?;
+    for (name, other) in [
+        ("k", Some(&k)),
+        ("v", Some(&v)),
+        ("cos", cos.as_ref()),
+        ("sin", sin.as_ref()),
+    ] {
+        if let Some(other) = other {
+            apart(name, other, &[&to_k.0, &to_v.0])?;
+        }
     }
     let rotation = rotation(cos.as_ref(), sin.as_ref(), interleaved)?;
     let rows = Rows {

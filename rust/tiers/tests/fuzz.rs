@@ -1,4 +1,4 @@
-//! Fuzzing of everything that reads bytes of anybody's: frames and segment files. It mutates valid inputs, half of the time
+//! Fuzzing of everything that reads bytes of anybody's: frames, segment files and URLs. It mutates valid inputs, half of the time
 //! with checksums that hold again afterwards, and watches for panics, wrong records and allocations beyond the input's scale.
 //!
 //! `BLENDSTORE_FUZZ_SECONDS` is the time of each target (1 by default), `BLENDSTORE_FUZZ_SEED` repeats a run.
@@ -167,7 +167,6 @@ fn seal(bytes: &mut [u8]) {
     }
 }
 
-/// One test, so that the allocations of one target are not taken for another's.
 #[test]
 fn frames() {
     let (mut random, deadline, mut rounds) = (Random::new("frames"), deadline(), 0u64);
