@@ -11,19 +11,19 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from ._core import Store
 from .blend import EngineModel, Geometry
-from .blend.answers import AnsweringModel, measure_of
+from .blend.answers import AnsweringModel, Answers
 from .blend.selectors import SelectorSettings, make_selector
-from .blend.selftest import Proof, run_fresh
+from .blend.selftest import GeometryError, Proof, run_fresh
 from .budget import Budget
 from .codec import guard
-from .codec.guard import Code, Measure
+from .codec.guard import Code
 from .config import Config
 from .identity import weights_digest
 from .options import RequestOptions
@@ -33,8 +33,20 @@ from .serving import settings
 log = logging.getLogger("blendstore.startup")
 
 
+Together = Callable[[float], float]
+"""Gives every rank the largest of their numbers, so that they decide alike: a call is a collective. Alone, `float`."""
+T = TypeVar("T")
+M = TypeVar("M")
+
+
 class Refused(RuntimeError):
     """Blending, or blendstore as a whole, is refused for this model or server; the message says why."""
+
+
+def said(error: Exception) -> str:
+    """As text: what keeps an error keeps its frames, and what they hold."""
+    ours = isinstance(error, Refused | GeometryError | guard.Unmeasured)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def announcement(config: Config, geometry: Geometry, proof: Proof | None, refusal: str, name: str) -> str:
@@ -86,9 +98,9 @@ def loaded_digest(model: Any) -> bytes:
     return hashlib.blake2b(everything.tobytes(), digest_size=32).digest()
 
 
-def calibrate(budget: Budget, model: EngineModel, store: Store, config: Config) -> None:
-    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take here. The store
-    learns from it what computing costs, unless the configuration says it."""
+def calibrate(budget: Budget, model: EngineModel, store: Store, config: Config, *, together: Together = float) -> None:
+    """Two small blends of nothing, each run twice: what a blend's fixed part and each of its rows take on the slowest
+    rank. The store learns from it what computing costs, unless the configuration says it."""
     device = model.geometry.device
     measured = []
     for count in (64, 1024) if device.type == "cuda" else (16, 128):
@@ -99,11 +111,44 @@ def calibrate(budget: Budget, model: EngineModel, store: Store, config: Config) 
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             spent = (time.perf_counter() - begin) * 1e3
-        measured.append((float(count), spent))
+        measured.append((float(count), together(spent)))
     budget.calibrate(*measured)
     each = budget.estimate(1) - budget.estimate(0)
     if each > 0 and config.origins["prefill_tokens_per_s"] == "default":
         store.set_prefill_speed(1e3 / each)
+
+
+def on_every_rank(make: Callable[[], T], together: Together) -> T:
+    """``make()``, where it succeeds on every rank: all raise where one does, that one what it raised."""
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    if together(float(failure is not None)):
+        raise failure or Refused("it failed on another rank, which says why")
+    return cast(T, made)
+
+
+def proven(
+    config: Config, name: str, make: Callable[[], M], prove: Callable[[M], Proof], *, together: Together = float
+) -> tuple[M | None, Proof | None, str]:
+    """The model called ``name`` and its proof, where ``config`` needs them, or None and why blending is refused.
+
+    Raises what ``make`` or ``prove`` raised where blending is required. What ranks compute together is ``prove``'s."""
+    if not (config.enable_blending or guard.lossy(config)):
+        return None, None, ""
+    try:
+        model = on_every_rank(make, together)
+        return model, on_every_rank(lambda: prove(model), together), ""
+    except Exception as error:  # whatever keeps this model from being proved
+        if config.enable_blending and config.require_blending:
+            raise
+        refusal = said(error)
+    if config.enable_blending:
+        log.warning("blending is refused for %s, plain caching stays on: %s", name, refusal)
+    return None, None, refusal
 
 
 def guarded(
@@ -112,38 +157,38 @@ def guarded(
     tokenizer: str,
     *,
     trust_remote_code: bool,
-    together: Callable[[float], float] = float,
+    refusal: str = "",
+    together: Together = float,
 ) -> tuple[Config, int]:
     """``config`` without what changes this model's answers by more than ``codec_max_kl``, and how many settings that
-    were. ``together`` gives all ranks the largest of their numbers, so that they decide alike. What can't be measured
-    is used as it is configured, with a warning."""
+    were. What can't be measured, or for want of a model (``refusal`` says why), is used as it is configured, with a
+    warning. Raises `ConfigError` for tables that can't be read."""
     keys = guard.lossy(config)
     if not keys:
         return config, 0
-    ids: list[int] = []
-    measure: Measure | None = None
-    reason = "blending can't be proved for this model" if model is None else "another rank can't"
-    # What fails on one rank is agreed on before the ranks compute together.
-    try:
-        if model is not None:
-            ids = guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)
-    except Exception as error:  # whatever a tokenizer says is the reason
-        reason = f"{type(error).__name__}: {error}"
-    if together(float(not ids)) == 0 and model is not None:
-        try:
-            measure = measure_of(model, ids)
-        except Exception as error:  # as above, of a model
-            reason = f"{type(error).__name__}: {error}"
-    # The vote first: a rank that can't measure takes part in it too.
-    if together(float(measure is None)) or measure is None:
-        log.warning("%s: not measured: %s", ", ".join(keys), reason)
-        return config, 0
+    codes = on_every_rank(lambda: guard.codes(config), together)
 
-    def measured(code: Code, measure: Measure = measure) -> float:
-        kl = measure(code)
+    def answers_of() -> Answers:
+        if model is None:
+            raise guard.Unmeasured(refusal)
+        return Answers(model, ids)
+
+    def measured(code: Code) -> float:
+        try:
+            coded = on_every_rank(lambda: code(answers.own), together)
+            kl = on_every_rank(lambda: answers.divergence(coded), together)
+        except Exception as error:  # of a device that has no memory left, for one
+            raise guard.Unmeasured(said(error)) from None
         return together(math.inf if math.isnan(kl) else kl)
 
-    config, verdicts = guard.guarded(config, measured)
+    # What fails on one rank is agreed on before the ranks compute together.
+    try:
+        ids = on_every_rank(lambda: guard.prose(_tokenizer(tokenizer, trust_remote_code).encode), together)
+        answers = on_every_rank(answers_of, together)
+    except Exception as error:  # whatever a tokenizer or a model says is the reason
+        log.warning("%s: not measured: %s", ", ".join(keys), said(error))
+        return config, 0
+    config, verdicts = guard.guarded(config, codes, measured)
     for verdict in verdicts:
         log.info("%s: %s changes answers by a KL of %.3g", verdict.key, verdict.value, verdict.kl)
     return config, sum(not verdict.kept for verdict in verdicts)

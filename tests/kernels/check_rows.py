@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendstore.blend import BlendRunner, BlendSettings, fused, triton_attention, triton_drift, triton_rows
+from blendstore.blend import BlendRunner, BlendSettings, fused, streamed, triton_attention, triton_drift, triton_rows
 from blendstore.blend.copies import CopyStream
 from blendstore.blend.kept import Kept
 from blendstore.blend.records import restore
 from blendstore.blend.runner import BlendResult
+from blendstore.blend.staged import Staged
 from blendstore.blend.transfer import WorkingKV
 from blendstore.codec.formats import FORMATS
 from blendstore.plan import BlendPlan, Span, SpanKind
@@ -117,9 +118,18 @@ def test_streamed_rows_are_those_of_the_reference(layerwise: bool, formats: Sequ
     assert same(data[0][:, :, exact.start : exact.stop], data[1][:, :, exact.start : exact.stop])
 
 
-@pytest.mark.parametrize("formats", [("raw",), ("int8", "int4")], ids="-".join)
-def test_restored_rows_are_those_of_the_records(formats: Sequence[str]) -> None:
-    engine, made = Device(), scene(FakeEngine())
+@pytest.mark.parametrize("formats", [("raw",), ("int8", "int4"), ("raw", "int4")], ids="-".join)
+def test_restored_rows_are_those_of_the_records(formats: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more layers than are staged at a time."""
+    rooms = []
+
+    class Watched(Staged):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            rooms.append(given[-1])
+
+    monkeypatch.setattr(streamed, "Staged", Watched)
+    engine, made = Device(layers=15), scene(FakeEngine(layers=15))
     spans = [s for s in made.plan.spans if s.kind is SpanKind.REUSED]
     records = Records(made.records.chunks, formats=formats)
     made.records.chunks = records.chunks
@@ -129,6 +139,19 @@ def test_restored_rows_are_those_of_the_records(formats: Sequence[str]) -> None:
             for part, tensor in enumerate(made.records.layer(span.chunk, index)):
                 rows = tensor[span.row : span.row + len(span)]
                 torch.testing.assert_close(kv[index, part, span.start : span.stop].cpu(), rows, rtol=0, atol=1e-6)
+    assert rooms == [12] * sum(name != "raw" for name in formats)
+
+
+def test_a_kernel_that_finds_no_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch, which takes more, isn't tried in its place, and the next call has the kernel."""
+    monkeypatch.setattr(fused, "_broken", set())
+
+    def full() -> str:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fused.attempt("this", DEVICE, full, lambda: "plain")
+    assert fused.attempt("this", DEVICE, lambda: "kernel", lambda: "plain") == "kernel"
 
 
 def run(

@@ -96,6 +96,16 @@ def test_formats_differ_in_size_and_other_sizes_are_no_record() -> None:
     assert not FORMATS["int4"].fits(8) and not FORMATS["int8"].fits(17)
 
 
+def test_scales_lie_at_even_addresses() -> None:
+    """A device reads float16 nowhere else: an odd address ends its context."""
+    for dim in range(2, 257):
+        for name, element in (("int8", 1.0), ("int4", 0.5)):
+            packing = FORMATS[name]
+            if packing.fits(dim):
+                assert dim * element % 2 == 0 and packing.head_bytes(dim, 2) % 2 == 0, (name, dim)
+    assert not FORMATS["int4"].fits(18) and FORMATS["int8"].fits(18) and FORMATS["int4"].fits(20)
+
+
 @pytest.mark.parametrize(("name", "times"), [("int8", 1.9), ("int4", 3.0)])
 def test_the_same_memory_holds_more_documents(name: str, times: float) -> None:
     shape = geometry(128)

@@ -36,7 +36,8 @@ def kv(tokens: int) -> Any:
 def test_only_what_changes_records_is_measured(tmp_path: Path) -> None:
     """Tiers that are not there, lossless codings and raw memory cost nothing at start."""
     assert guard.lossy(config(tmp_path, local_serde="lossless", remote_serde="cachegen")) == []
-    both = config(tmp_path, local_serde="cachegen", local_format="int4")
+    assert guard.lossy(config(tmp_path, local_format="int4")) == [], "exact prefixes stay raw"
+    both = config(tmp_path, local_serde="cachegen", local_format="int4", enable_blending=True)
     assert guard.lossy(both) == ["local_serde", "local_format"]
 
 
@@ -45,9 +46,9 @@ def test_above_the_bound_records_are_raw(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kl: float, kept: bool
 ) -> None:
     """One line says what, how much, the bound and what is used instead; a KL that is no number is above every bound."""
-    given = config(tmp_path, local_serde="cachegen", local_format="int8")
+    given = config(tmp_path, local_serde="cachegen", local_format="int8", local_format_exact=True)
     with caplog.at_level(logging.WARNING, logger="blendstore.codec"):
-        found, verdicts = guard.guarded(given, lambda code: kl)
+        found, verdicts = guard.guarded(given, guard.codes(given), lambda code: kl)
     assert (found.local_serde, found.local_format) == (("cachegen", "int8") if kept else ("naive", "raw"))
     assert [verdict.kept for verdict in verdicts] == [kept, kept]
     assert len(caplog.records) == (0 if kept else 2)
@@ -58,14 +59,15 @@ def test_above_the_bound_records_are_raw(
 
 def test_what_is_measured_is_what_the_coders_do(tmp_path: Path) -> None:
     """Chunk by chunk, each at its own position, with the shorter one at the end."""
-    given, whole = config(tmp_path, local_serde="cachegen", local_format="int8"), kv(80)
+    given = config(tmp_path, local_serde="cachegen", local_format="int8", enable_blending=True)
+    whole = kv(80)
     seen: list[torch.Tensor] = []
 
     def measure(code: guard.Code) -> float:
         seen.append(code(whole))
         return 0.0
 
-    guard.guarded(given, measure)
+    guard.guarded(given, guard.codes(given), measure)
     coder = Coder.cachegen((tmp_path / "small.tables").read_bytes())
     parts = []
     for position, part in ((0, whole[:, :, :32]), (32, whole[:, :, 32:64]), (64, whole[:, :, 64:])):
@@ -77,6 +79,24 @@ def test_what_is_measured_is_what_the_coders_do(tmp_path: Path) -> None:
     int8 = FORMATS["int8"]
     wanted = [int8.unpack(int8.pack(part), torch.bfloat16) for part in whole.split(32, 2)]
     assert torch.equal(seen[1], torch.cat(wanted, 2))
+
+
+def test_what_can_not_be_measured_is_used_and_the_rest_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = config(tmp_path, local_serde="cachegen", local_format="int8", enable_blending=True)
+    calls: list[guard.Code] = []
+
+    def measure(code: guard.Code) -> float:
+        calls.append(code)
+        if len(calls) == 1:
+            raise guard.Unmeasured("no memory is left")
+        return 1.0
+
+    found, verdicts = guard.guarded(given, guard.codes(given), measure)
+    assert (found.local_serde, found.local_format) == ("cachegen", "raw")
+    assert [verdict.key for verdict in verdicts] == ["local_format"]
+    assert "local_serde: cachegen is not measured: no memory is left" in caplog.text
 
 
 def test_divergence_is_kullback_and_leibler_s() -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..codec.guard import FORCED, Measure, divergence
+from ..codec.guard import FORCED, divergence
 from .attention import RowAttention
 from .model import Attend, EngineModel
 from .selftest import run_fresh
@@ -22,18 +22,28 @@ class AnsweringModel(EngineModel, Protocol):
         layer i by ``attends(i)``. On several ranks every rank has all of them."""
 
 
-@torch.inference_mode()
-def measure_of(model: AnsweringModel, ids: Sequence[int]) -> Measure:
-    """Of the token ids but for the last `FORCED` the KV is coded, and those behind are asked for."""
-    geometry = model.geometry
-    tokens = torch.tensor(ids, dtype=torch.int64, device=geometry.device)
-    before = len(ids) - FORCED
-    positions = torch.arange(before, len(ids), device=geometry.device)
-    own = run_fresh(model, tokens[:before]).kv
+class Answers:
+    """What a model answers behind its own KV of a prompt, to compare with what it answers behind other KV."""
 
     @torch.inference_mode()
-    def answered(kv: Tensor) -> Tensor:
+    def __init__(self, model: AnsweringModel, ids: Sequence[int]) -> None:
+        """Of the token ids the last `FORCED` are what the model is asked for, behind the KV of all others."""
+        self._model = model
+        self._ids = torch.tensor(ids, dtype=torch.int64, device=model.geometry.device)
+        self._before = len(ids) - FORCED
+        self.own = run_fresh(model, self._ids[: self._before]).kv
+        """[layers, 2, tokens, kv_heads, dim]."""
+        self._reference = self._behind(self.own)
+
+    def divergence(self, kv: Tensor) -> float:
+        """Mean KL in nats of the answers behind ``kv``, of the shape of `own`, from those behind the model's own."""
+        return divergence(self._reference, self._behind(kv))
+
+    @torch.inference_mode()
+    def _behind(self, kv: Tensor) -> Tensor:
+        ids, geometry = self._ids, self._model.geometry
         held = torch.cat([kv, kv.new_zeros(*kv.shape[:2], FORCED, *kv.shape[3:])], 2)
+        positions = torch.arange(self._before, len(ids), device=ids.device)
         rows = RowAttention(positions, len(ids))
 
         def attends(index: int) -> Attend:
@@ -46,7 +56,4 @@ def measure_of(model: AnsweringModel, ids: Sequence[int]) -> Measure:
 
             return attend
 
-        return model.answers(tokens[before:], positions, attends)
-
-    reference = answered(own)
-    return lambda code: divergence(reference, answered(code(own)))
+        return self._model.answers(ids[self._before :], positions, attends)

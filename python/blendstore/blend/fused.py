@@ -54,10 +54,13 @@ def tried(what: str, device: torch.device, kernel: Callable[[], T], plain: Calla
     """``kernel()``, or ``plain()`` once it has failed.
 
     A kernel that can't be compiled or launched is not tried again in this process: one warning, and a count in
-    `fallbacks` for every call since. It must not have changed anything before it fails."""
+    `fallbacks` for every call since. It must not have changed anything before it fails. For want of memory it may fail
+    once and not the next time, and plain torch needs more: that is raised."""
     if what not in _broken:
         try:
             return kernel()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             _broken.add(what)
             log.warning(

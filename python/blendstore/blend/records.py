@@ -78,7 +78,9 @@ def restore(
     kv = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
     if usable(geometry.device) and isinstance(records, KeptRecords):
         still = [replace(span, source=span.start) for span in spans]
-        streamed = Streamed(geometry, kv, still, records, layerwise=False)
+        packed = not all(records.kept(span.chunk).raw for span in spans)
+        # Packed records are staged a few layers at a time, raw ones copied at once.
+        streamed = Streamed(geometry, kv, still, records, layerwise=packed)
         streamed.bring(geometry.layers - 1)
         streamed.close(wait=wait)
         return kv

@@ -23,7 +23,9 @@ def _half(address):
     return address.to(tl.pointer_type(tl.float16))
 
 
-@triton.jit(do_not_specialize=["count"])
+# Strides that depend on the number of tokens, and where a layer of the staging buffer begins, are no reason to compile
+# once more while a prompt waits.
+@triton.jit(do_not_specialize=["count", "staged_part"], do_not_specialize_on_alignment=["STAGED"])
 def _unpack(
     STAGED, OUT, PLACE, count, staged_part, staged_row, out_part, out_row, DIM: tl.constexpr, EACH: tl.constexpr,
     LANES: tl.constexpr, INT4: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
@@ -72,7 +74,7 @@ def _quarter(x, low, high):
     return scale, low, tl.clamp(q, 0.0, 15.0).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "out_layer", "out_part"])
 def _pack(
     KV, OUT, WELL, count, kv_layer, kv_part, kv_row, out_layer, out_part, out_row, DIM: tl.constexpr,
     EACH: tl.constexpr, LANES: tl.constexpr, INT4: tl.constexpr, GROUPED: tl.constexpr,

@@ -7,7 +7,7 @@ It takes one prefill of a few hundred tokens, and one short forward for each los
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,11 @@ FORCED = 64
 Code = Callable[[Tensor], Tensor]
 """KV [layers, 2, tokens, kv_heads, dim] of a prompt from position 0 on, to what is left of it."""
 Measure = Callable[[Code], float]
-"""Mean KL in nats of the model's answers behind coded KV from those behind its own."""
+"""Mean KL in nats of the model's answers behind coded KV from those behind its own; may raise `Unmeasured`."""
+
+
+class Unmeasured(RuntimeError):
+    """What a setting does to this model's answers can't be found out; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +58,29 @@ def lossy(config: Config) -> list[str]:
     """Configuration keys whose values change records."""
     serdes = [key for key in ("local_serde", "remote_serde") if getattr(config, key) == "cachegen"]
     below = {"local_serde": config.local_disk, "remote_serde": config.remote_url}
-    return [key for key in serdes if below[key] is not None] + ["local_format"] * (config.local_format != "raw")
+    # Exact prefixes are raw unless it is said otherwise, and without blending there is nothing else.
+    packed = config.local_format != "raw" and (config.enable_blending or config.local_format_exact)
+    return [key for key in serdes if below[key] is not None] + ["local_format"] * packed
 
 
-def guarded(config: Config, measure: Measure) -> tuple[Config, list[Verdict]]:
+def codes(config: Config) -> dict[str, Code]:
+    """What the lossy settings do, by their value. Raises `ConfigError` for tables that can't be read."""
+    return {getattr(config, key): _code(config, key) for key in lossy(config)}
+
+
+def guarded(config: Config, codes: Mapping[str, Code], measure: Measure) -> tuple[Config, list[Verdict]]:
     """``config`` with ``naive`` and ``raw`` in place of what costs more than ``codec_max_kl``, and what was found.
-
-    Raises `ConfigError` for tables that can't be read."""
+    ``codes`` are its `codes`. What can't be measured is used as it is configured, with a warning."""
     verdicts = []
     found: dict[str, float] = {}
     for key in lossy(config):
         value: str = getattr(config, key)
-        if value not in found:
-            found[value] = measure(_code(config, key))
-        kl = found[value]
+        try:
+            kl = found[value] if value in found else measure(codes[value])
+        except Unmeasured as error:
+            log.warning("%s: %s is not measured: %s", key, value, error)
+            continue
+        found[value] = kl
         # Not "kl > bound": what is not a number is not kept.
         verdicts.append(Verdict(key, value, kl, kept=kl <= config.codec_max_kl))
         if not verdicts[-1].kept:

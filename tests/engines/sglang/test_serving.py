@@ -1,6 +1,7 @@
 """Cases from the field on one rank's store, runner and pools, inside one real scheduler."""
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,11 +234,71 @@ def packed(context: Any) -> dict[str, Any]:
         with bench.serving.store.lookup(keys) as lease:
             out[f"not a number, {name}"] = [lease.meta(at) is not None for at in range(len(lease))]
         out[f"errors, {name}"] = bench.serving.metrics.counts["store_error"]
+    plain = {"enable_blending": False, "require_blending": False, "local_format_exact": True}
     for bound, blending in ((0, True), (1e3, True), (0, False)):
-        more = {} if blending else {"enable_blending": False, "require_blending": False}
+        more = {} if blending else plain
         bench = Bench(context, local_format="int4", codec_max_kl=bound, **more)
         kept = bench.serving.config.local_format, bench.serving.metrics.counts["codec_fallback"]
         out[f"guard {bound:g} {blending}"] = kept
+    return out
+
+
+def read_later(context: Any) -> list[Any]:
+    """Pinned bytes while a fill waits on the device behind the end of its leases, and when it has been done."""
+    bench = Bench(context)
+    bench.keep(prompt(A))
+    bench.keep(prompt(B))
+    tokens, tenant, waiting = prompt(B, A), bench.tenant(ratio=0.15), list[Any]()
+
+    @contextmanager
+    def filling(done: Any) -> Iterator[None]:
+        yield
+        waiting.append(done)
+
+    bench.serving.streams.filling = filling
+    array = np.array(tokens, dtype=np.uint32)
+    outlook = bench.serving.look(array, tenant, held=0, exact=True, limit=len(tokens) - 1, blend=True)
+    with bench.slots(outlook.target) as slots:
+        bench.serving.fill(outlook, tenant, slots[:0], slots, 0)
+    outlook.prepared.release()  # as when they time out
+    out: list[Any] = [outlook.blended, bench.serving.store.stats()["bytes_pinned"]]
+    waiting.pop()(1.0)
+    return [*out, bench.serving.store.stats()["bytes_pinned"]]
+
+
+def one_rank_differs(context: Any) -> dict[str, Any]:
+    """Values that a format doesn't hold, and then a model that can't be proved, on the second rank only."""
+    from blendstore.blend.selftest import GeometryError
+    from blendstore_sglang import setup
+
+    out: dict[str, Any] = {}
+    bench = Bench(context, local_format="int8", codec_max_kl=1e3)
+    own = bench.own
+
+    def broken(tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        layers = own(tokens)
+        if context.tp_rank == 1:
+            layers[-1][1][len(tokens) - QUESTION - SEPARATORS - 1, 0, 3] = torch.nan
+        return layers
+
+    cast(Any, bench).own = broken
+    bench.keep(prompt(D))
+    out["refused"] = bench.serving.store.stats()["chunks"], bench.serving.metrics.counts["store_error"]
+    cast(Any, bench).own = own
+    bench.keep(prompt(D))
+    out["kept"] = bench.serving.store.stats()["chunks"] > 0
+    out["speed"] = bench.serving.budget.estimate(1000)
+
+    def prove(*given: Any) -> Any:
+        proof = proving(*given)
+        if context.tp_rank == 1:
+            raise GeometryError("layer 1: it differs here")
+        return proof
+
+    module = cast(Any, setup)
+    proving, module.prove = module.prove, prove
+    bench = Bench(context, require_blending=False, local_format="int8")
+    out["proved"] = bench.model is not None
     return out
 
 
@@ -361,6 +422,26 @@ def test_case_f01_a_failing_record_costs_speed_only() -> None:
     assert expired.startswith("LeaseExpired")
     assert pinned == 0
     assert errors == 1, "a store that can't store is counted, and serving goes on"
+
+
+def test_records_are_held_until_the_device_has_read_them() -> None:
+    """Also when the leases end first: another record would lie where these are read."""
+    ((blended, waiting, done),) = in_scheduler(read_later, str(folder_of("llama")))
+    assert blended
+    assert waiting > 0
+    assert done == 0
+
+
+def test_what_goes_wrong_on_one_rank_both_do_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or their stores would differ from then on, and one would wait for the other for ever."""
+    with monkeypatch.context() as patched:
+        patched.setenv("SGLANG_NCCL_SO_PATH", "none")  # as where torch is built for CPUs
+        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{(os.cpu_count() or 1) - 1}")
+        one, two = in_scheduler(one_rank_differs, str(folder_of("llama")), ranks=2)
+    assert one == two
+    assert one["refused"] == (0, 1)
+    assert one["kept"]
+    assert not one["proved"]
 
 
 def test_documents_outlive_the_server_on_a_disk(tmp_path: Path) -> None:

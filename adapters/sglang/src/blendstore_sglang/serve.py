@@ -217,7 +217,8 @@ class Serving:
         records = LeaseRecords(self.geometry, prepared.where)
         self._open(records, plan)
 
-        def done(milliseconds: float) -> None:
+        def done(milliseconds: float, read: LeaseRecords = records) -> None:
+            del read  # held until now: the device has read them
             prepared.release()
             if run is not None:
                 self.budget.observe(self._rows(run, tenant), milliseconds)
@@ -269,17 +270,23 @@ class Serving:
 
     def keep(self, prepared: Prepared, tenant: Tenant, slots: Tensor, done: Callable[[], None]) -> None:
         """Copy what this prompt computed and the store lacks out of ``slots`` [n], the KV of its first n tokens, and
-        publish it when the copies have finished. ``done()`` is called when the slots are no longer read."""
+        publish it when the copies have finished. ``done()`` is called when the slots are no longer read.
+
+        Ranks that pack records wait for the copies here: what a format doesn't hold on one of them none stores, or the
+        ranks would not find the same records any more."""
+        voting = self.ranks if self.config.local_format != "raw" else Ranks()
         try:
             capture = self.pipeline(tenant.lora).capture(prepared)
             capture.limit(len(slots))
             chunks = list(capture.chunks())
         except Exception as error:
+            voting.all(False)
             self._not_stored(error)
             done()
             return
         nbytes = self.copies.admit(chunks)
         if not chunks or nbytes is None:
+            voting.all(False)
             capture.abort()
             self.metrics.event("not_stored", len(chunks))
             done()
@@ -291,8 +298,10 @@ class Serving:
             del read  # held until now: the copies have read it on another stream than its own
             self.copies.finished(nbytes)
             self.epoch += 1
+            refused = [] if packing is None else packing.refused()
+            if voting.size > 1 and not voting.all(not refused):
+                refused = chunks
             try:
-                refused = [] if packing is None else packing.refused()
                 self.metrics.event("stored", capture.commit(without=refused))
                 if refused:
                     self._not_stored(FormatError(WRONG))
@@ -305,10 +314,14 @@ class Serving:
             with self.streams.copying(publish), torch.inference_mode():
                 packing = self.copies.start(chunks, slots)
         except Exception as error:
+            voting.all(False)
             self.copies.finished(nbytes)
             capture.abort()
             self._not_stored(error)
             done()
+            return
+        if voting.size > 1:
+            self.streams.poll(wait=True)
 
     def report(self, served: Served) -> None:
         """Count one prompt and log it."""

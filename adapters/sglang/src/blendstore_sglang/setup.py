@@ -8,8 +8,7 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from blendstore.blend import Geometry, pin, warm_up, warm_up_formats
-from blendstore.blend.selftest import GeometryError
-from blendstore.codec import guard
+from blendstore.blend.selftest import Proof
 from blendstore.config import Config
 from blendstore.identity import ModelIdentity
 from blendstore.metrics import ServingMetrics
@@ -20,7 +19,9 @@ from blendstore.startup import (
     files_digest,
     guarded,
     loaded_digest,
+    on_every_rank,
     prove_selector,
+    proven,
     separators,
 )
 from blendstore.tiers import Payload, open_store
@@ -41,24 +42,24 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
     arguments, runner = context.server_args, context.tp_worker.model_runner
     _refuse_server(context, arguments, runner)
     metrics = ServingMetrics(prometheus=bool(arguments.enable_metrics), rank=context.tp_rank)
-    model, proof, refusal = None, None, ""
+    ranks = Ranks(context.params.tp_cache_group if context.tp_size > 1 else None)
     if config.enable_blending:
         prove_selector(config, runner.token_to_kv_pool.layer_num)
-    if config.enable_blending or guard.lossy(config):
-        try:
-            _refuse_blending(arguments)
-            model = SGLangModel(runner, context.tp_group, version)
-            proof = prove(model, runner, context.params)
-        except (Refused, GeometryError) as error:
-            if config.require_blending:
-                raise
-            model, refusal = None, str(error)
-    if config.enable_blending and model is None:
-        log.warning("blending is refused for %s, plain caching stays on: %s", type(runner.model).__name__, refusal)
-    ranks = Ranks(context.params.tp_cache_group if context.tp_size > 1 else None)
-    tokenizer = arguments.tokenizer_path or arguments.model_path
-    trust = arguments.trust_remote_code
-    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust, together=ranks.largest)
+
+    def make_model() -> SGLangModel:
+        _refuse_blending(arguments)
+        return SGLangModel(runner, context.tp_group, version)
+
+    def prove_model(model: SGLangModel) -> Proof:
+        return prove(model, runner, context.params)
+
+    name = type(runner.model).__name__
+    found = proven(config, name, make_model, prove_model, together=ranks.largest)
+    model, proof, refusal = found
+    tokenizer, trust = arguments.tokenizer_path or arguments.model_path, arguments.trust_remote_code
+    config, given_up = guarded(
+        config, model, tokenizer, trust_remote_code=trust, refusal=refusal, together=ranks.largest
+    )
     metrics.event("codec_fallback", given_up)
     if not config.enable_blending:
         model = None
@@ -77,32 +78,36 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             tp_size=context.tp_size,
         )
 
-    store = open_store(config, rank=context.tp_rank, payload=Payload.of(geometry))
-    serving = Serving(
-        config=config,
-        geometry=geometry,
-        model=model,
-        pool=context.params.token_to_kv_pool_allocator.get_kvcache(),
-        store=store,
-        identity=identity,
-        separators=separators(config, tokenizer, trust_remote_code=trust) if model is not None else None,
-        metrics=metrics,
-        page_size=context.params.page_size,
-        streams=Streams(runner.forward_stream if geometry.device.type == "cuda" else None),
-        pinned=pin(store, geometry.device),
-        ranks=ranks,
-    )
-    if geometry.device.type == "cuda":
-        serving.copies.rows.warm_up()
-        warm_up_formats(geometry, config.local_format)
+    def made() -> Serving:
+        store = open_store(config, rank=context.tp_rank, payload=Payload.of(geometry))
+        serving = Serving(
+            config=config,
+            geometry=geometry,
+            model=model,
+            pool=context.params.token_to_kv_pool_allocator.get_kvcache(),
+            store=store,
+            identity=identity,
+            separators=separators(config, tokenizer, trust_remote_code=trust) if model is not None else None,
+            metrics=metrics,
+            page_size=context.params.page_size,
+            streams=Streams(runner.forward_stream if geometry.device.type == "cuda" else None),
+            pinned=pin(store, geometry.device),
+            ranks=ranks,
+        )
+        if geometry.device.type == "cuda":
+            serving.copies.rows.warm_up()
+            warm_up_formats(geometry, config.local_format)
+        if model is not None:
+            warm_up(geometry, model.softcap)
+        return serving
+
+    serving = on_every_rank(made, ranks.largest)
     if model is not None:
-        warm_up(geometry, model.softcap)
-        if config.blend_budget_ms:
-            calibrate(serving.budget, model, store, config)
+        calibrate(serving.budget, model, serving.store, config, together=ranks.largest)
     cache = version.make_cache(context, BlendingCache)
     cache.serving, cache.version = serving, version
     metrics.blending(model is not None)
-    log.info("blendstore: %s", announcement(config, geometry, proof, refusal, type(runner.model).__name__))
+    log.info("blendstore: %s", announcement(config, geometry, proof, refusal, name))
     for line in config.describe().splitlines():
         log.debug("%s", line)
     return cache

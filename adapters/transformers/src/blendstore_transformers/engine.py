@@ -137,7 +137,7 @@ class Engine:
             log.warning("%s: not measured, as there is no tokenizer for the guard's prose", ", ".join(keys))
             return config
         ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
-        config, self.verdicts = guard.guarded(config, measure_of(self._model, ids))
+        config, self.verdicts = guard.guarded(config, guard.codes(config), measure_of(self._model, ids))
         self.counters["codec_fallbacks"] += sum(not verdict.kept for verdict in self.verdicts)
         return config
 

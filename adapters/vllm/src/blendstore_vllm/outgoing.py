@@ -32,8 +32,8 @@ class Outgoing:
 
     def __init__(self, geometry: Geometry, kv: PagedKV) -> None:
         self._geometry, self._kv = geometry, kv
-        self._staged: deque[tuple[Any, list[Tensor]]] = deque()
-        """What is being copied: gathered KV, and what was packed of it."""
+        self._staged: deque[tuple[Any, int, list[Tensor]]] = deque()
+        """What is being copied until each event, and the bytes that are held for it."""
 
     def send(self, chunks: Sequence[Writable], slots: Tensor) -> tuple[Any, Packing[Writable]]:
         """Start copying; ``slots`` [n] int64 are those of the prompt's first n tokens. Returns the event after which
@@ -46,6 +46,8 @@ class Outgoing:
             for part in self._parts(chunks):
                 self._start(part, records[: len(part)], slots, packing, copies)
                 del records[: len(part)]
+            packing.tell()
+            copies.after(copies.now())
             event = copies.mark()
         except BaseException:
             if self._geometry.device.type == "cuda":
@@ -74,23 +76,24 @@ class Outgoing:
             values.view(torch.uint8) if record.raw else packing.packed(chunk, record.packing, values)
             for chunk, record, values in zip(chunks, records, torch.split(staged, lengths, 2), strict=True)
         ]
-        packing.tell()
         copies.after(copies.now())
         for length, record, source in zip(lengths, records, sources, strict=True):
             Piece.of(record.data, 0, source, 0, length).start(copies, 0, geometry.layers)
         event = copies.mark()
         if event is not None:
-            self._staged.append((event, [staged, *sources]))
+            # Raw sources are parts of what was gathered; what was packed of it has left it on this stream.
+            storages = {source.untyped_storage().data_ptr(): source.untyped_storage().nbytes() for source in sources}
+            self._staged.append((event, sum(storages.values()), sources))
 
     def _make_room(self, nbytes: int) -> None:
-        held = sum(staged.nbytes for _, (staged, *_) in self._staged)
+        held = sum(each for _, each, _ in self._staged)
         while self._staged:
-            event, (staged, *_) = self._staged[0]
+            event, each, _ = self._staged[0]
             if not event.query():
                 if held + nbytes <= STAGED:
                     return
-                torch.cuda.current_stream(staged.device).wait_event(event)
-            held -= staged.nbytes
+                torch.cuda.current_stream(self._geometry.device).wait_event(event)
+            held -= each
             self._staged.popleft()
 
     def _parts(self, chunks: Sequence[Writable]) -> Iterator[list[Writable]]:

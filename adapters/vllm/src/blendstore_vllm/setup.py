@@ -10,11 +10,19 @@ from vllm.config import VllmConfig
 
 from blendstore.blend import Geometry, pin, warm_up, warm_up_formats
 from blendstore.blend.selectors import SelectorSettings, make_selector
-from blendstore.blend.selftest import GeometryError
-from blendstore.codec import guard
+from blendstore.blend.selftest import Proof
 from blendstore.config import Config, ConfigError
 from blendstore.identity import ModelIdentity
-from blendstore.startup import Refused, announcement, calibrate, files_digest, guarded, loaded_digest, separators
+from blendstore.startup import (
+    Refused,
+    announcement,
+    calibrate,
+    files_digest,
+    guarded,
+    loaded_digest,
+    proven,
+    separators,
+)
 from blendstore.tiers import Payload, open_store
 
 from .layout import PagedKV
@@ -54,24 +62,23 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     _refuse_server(vllm_config, runner)
     engine = runner.get_model()
     metrics = Recorder()
-    model, proof, refusal = None, None, ""
     if config.enable_blending:
         make_selector(config.blend_selector, SelectorSettings(options=dict(config.blend_selector_options)))
-    if config.enable_blending or guard.lossy(config):
-        try:
-            if vllm_config.lora_config is not None:
-                raise Refused("LoRA is enabled, and layers wrapped for adapters need the engine's own batches")
-            model = VLLMModel(engine, vllm_config)
-            proof = prove(model, runner, vllm_config)
-        except (Refused, GeometryError) as error:
-            if config.require_blending:
-                raise
-            model, refusal = None, str(error)
-    if config.enable_blending and model is None:
-        log.warning("blending is refused for %s, plain caching stays on: %s", type(engine).__name__, refusal)
+
+    def make_model() -> VLLMModel:
+        if vllm_config.lora_config is not None:
+            raise Refused("LoRA is enabled, and layers wrapped for adapters need the engine's own batches")
+        return VLLMModel(engine, vllm_config)
+
+    def prove_model(model: VLLMModel) -> Proof:
+        return prove(model, runner, vllm_config)
+
+    name = type(engine).__name__
+    found = proven(config, name, make_model, prove_model)
+    model, proof, refusal = found
     model_config = vllm_config.model_config
     tokenizer, trust = model_config.tokenizer, model_config.trust_remote_code
-    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust)
+    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust, refusal=refusal)
     metrics.event("codec_fallback", given_up)
     if not config.enable_blending:
         model = None
@@ -108,7 +115,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     if model is not None:
         _warm_up(model, serving)
     metrics.blending(model is not None)
-    log.info("blendstore: %s", announcement(config, geometry, proof, refusal, type(engine).__name__))
+    log.info("blendstore: %s", announcement(config, geometry, proof, refusal, name))
     for line in config.describe().splitlines():
         log.debug("%s", line)
     return serving
@@ -116,10 +123,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
 
 def _warm_up(model: VLLMModel, serving: Serving) -> None:
     """Compile what a blend needs and time two of nothing: the first one on a device takes a second and more."""
-    geometry = model.geometry
-    if geometry.device.type != "cuda" and not serving.config.blend_budget_ms:
-        return
-    warm_up(geometry, model.softcap)
+    warm_up(model.geometry, model.softcap)
     with model.entered(1024):
         calibrate(serving.budget, model, serving.store, serving.config)
 
