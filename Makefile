@@ -11,6 +11,13 @@ PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers 
 SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
+
+# The tests of one engine of one version, from its environment.
+sglang_tests = SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
+  .venv-sglang-$(1)/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang
+vllm_tests = VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 \
+  .venv-vllm-$(1)/bin/python -m pytest -q tests/engines/vllm
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format setup build models models-gemma test-rust test-loom test-python test-engines test-sglang test-vllm fuzz bench bench-store bench-disk bench-eviction bench-compare test-remote bench-remote services quality docs clean
 
@@ -22,7 +29,12 @@ demo: build models ## set up everything and run the main job: multi-document QA 
 
 test: lint test-rust test-loom test-python test-engines ## set up everything, check style and types, run every test
 
-test-engines: test-vllm test-sglang ## every test in real servers of vLLM and SGLang, two versions each
+# Both engines at a time, one version of each after the other: two cores, and memory for one server with Gemma.
+test-engines: $(SGLANG:%=.venv-sglang-%/.ready) $(VLLM:%=.venv-vllm-%/.ready) models models-gemma ## every test in real servers of vLLM and SGLang, two versions each
+	@mkdir -p out
+	@( $(foreach version,$(SGLANG),$(call sglang_tests,$(version)) &&) true ) > out/test-sglang.log 2>&1 & sglang=$$!; \
+	  ( $(foreach version,$(VLLM),$(call vllm_tests,$(version)) &&) true ); vllm=$$?; \
+	  wait $$sglang; sglang=$$?; cat out/test-sglang.log; exit $$((vllm || sglang))
 
 setup: $(VENV)/.ready ## make the virtual environment
 
@@ -80,8 +92,7 @@ test-python: build models models-gemma services ## every Python test, real model
 test-sglang: $(SGLANG:%=test-sglang-%) ## the real SGLang on a CPU, every supported version in an environment of its own
 
 test-sglang-%: .venv-sglang-%/.ready models models-gemma
-	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
-	  .venv-sglang-$*/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang
+	$(call sglang_tests,$*)
 
 .PRECIOUS: .venv-sglang-%/.ready .venv-vllm-%/.ready
 # What the project's own environment has is not installed again: the paths of that one come after.
@@ -96,8 +107,7 @@ test-sglang-%: .venv-sglang-%/.ready models models-gemma
 test-vllm: $(VLLM:%=test-vllm-%) ## the real vLLM on a CPU, every supported version in an environment of its own
 
 test-vllm-%: .venv-vllm-%/.ready models
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 \
-	  .venv-vllm-$*/bin/python -m pytest -q tests/engines/vllm
+	$(call vllm_tests,$*)
 
 .venv-vllm-%/.ready: requirements/vllm-%.txt requirements/vllm-common.txt adapters/vllm/pyproject.toml $(VENV)/.ready
 	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ import triton
 import triton.language as tl
 
 from blendstore.blend import triton_attention, triton_drift
-from blendstore.blend.drift import DriftSettings
+from blendstore.blend.drift import Documents, DriftCorrection, DriftSettings
 from blendstore.blend.packing import Packing
 from blendstore.blend.rotary import RotaryTable
 from blendstore.blend.triton_attention import Tile, add_scores, attend
-from blendstore.blend.triton_drift import Recomputed, carry
 from blendstore.blend.triton_formats import unpack
 from blendstore.blend.triton_rows import turn
 from blendstore.codec.formats import FORMATS, GROUP
+from blendstore.plan import Span, SpanKind
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 DRIFT_TILES = (
@@ -135,17 +136,23 @@ def row_kernels(tokens: int) -> list[Row]:
     fresh_k, fresh_v = (
         torch.randn(len(positions), KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
-    documents = (places.long() * 5 // tokens).int()
+    edges = [tokens * at // 5 for at in range(6)]
+    spans = [Span(SpanKind.REUSED, a, b, n, 0, 0, n, a) for n, (a, b) in enumerate(pairwise(edges))]
+    documents = Documents.of(spans, {n: n for n in range(5)}, k.device)
+    groups = torch.searchsorted(torch.tensor(edges[1:], device="cuda"), positions, right=True)
     kept = triton_drift.TILES[DIM]
     for settings in (DriftSettings(), DriftSettings(elsewhere=0.0), DriftSettings(sample=len(positions))):
-        recomputed = Recomputed.of(settings, positions, documents[positions].long(), 5, documents)
+        made = partial(DriftCorrection.of, settings, documents, positions, groups, [v] * (LAYERS // 2))
+        what = f"elsewhere {settings.elsewhere}, sample {settings.sample}"
+        rows.append({"what": f"weights of a prompt, {what}", "ms": milliseconds(made)})
+        correction = made()
         for tile in DRIFT_TILES:
             triton_drift.TILES[DIM] = [tile]
-            spent = milliseconds(partial(carry, settings, table, recomputed, k, v, fresh_k, fresh_v))
-            what = f"drift, elsewhere {settings.elsewhere}, sample {settings.sample}, {tile}"
-            # Every row is compared to its document's recomputed rows and the sample, and takes K and V from them.
-            work = 6 * KV_HEADS * DIM * tokens * (len(positions) // 5 + recomputed.sampled)
-            rows.append({"what": what, "ms": spent, "layers_ms": LAYERS * spent, "tflops": work / spent / 1e9})
+            spent = milliseconds(partial(correction.apply, table, k, v, fresh_k, fresh_v))
+            # Every row takes K and V from its document's recomputed rows and the sample.
+            work = 4 * KV_HEADS * DIM * tokens * (len(positions) // 5 + len(settings.sampled(len(positions))))
+            row = {"what": f"drift, {what}, {tile}", "ms": spent, "layers_ms": LAYERS * spent}
+            rows.append({**row, "tflops": work / spent / 1e9})
     triton_drift.TILES[DIM] = kept
     spent = milliseconds(lambda: k.index_put_((positions,), fresh_k))
     rows.append({"what": f"index_put of {len(positions)} rows", "ms": spent})

@@ -15,7 +15,6 @@ from typing_extensions import Buffer
 __all__ = [
     "ChunkMeta",
     "Coder",
-    "Drift",
     "Event",
     "Lease",
     "LeaseExpired",
@@ -99,47 +98,6 @@ class ChunkMeta:
     @property
     def segment_offset(self) -> int:
         """Tokens of the same chain that come before this chunk."""
-
-@final
-class Drift:
-    """The drift correction of one prompt on a CPU in float32, as `DriftCorrection` of ``blend/drift.py`` (immutable).
-
-    ``selected`` int64[n] are the recomputed positions. Document d is averaged over ``columns`` (int64, indices into
-    ``selected``) from ``bounds[d]`` to ``bounds[d + 1]`` - 1, and ``bias`` float32 is the logarithm of the weight of each
-    at a cosine of 0. ``spans`` int64[m, 3] are (start, stop, document) of the tokens that are corrected, rising and apart.
-    ``temperature`` is in units of cosine, ``still`` the weight of what did not move, ``strength`` the share that is
-    added. Raises ``StoreError`` where an index leads nowhere."""
-
-    def __new__(
-        cls,
-        selected: _Buffer,
-        columns: _Buffer,
-        bias: _Buffer,
-        bounds: _Buffer,
-        spans: _Buffer,
-        *,
-        strength: float,
-        temperature: float,
-        still: float,
-    ) -> Drift: ...
-    def carry(
-        self,
-        k: _Buffer,
-        v: _Buffer,
-        fresh_k: _Buffer,
-        fresh_v: _Buffer,
-        cos: _Buffer | None = None,
-        sin: _Buffer | None = None,
-        *,
-        interleaved: bool = False,
-        threads: int = 1,
-    ) -> None:
-        """Correct one layer's ``k`` and ``v`` float32[tokens, kv_heads, dim] in place, on up to ``threads`` threads.
-
-        ``fresh_k``, ``fresh_v`` float32[n, kv_heads, dim] belong to ``selected``; ``cos``, ``sin`` float32[positions,
-        pairs] are the rotation that K has at positions 0, 1, …, of elements (2 j, 2 j + 1) if ``interleaved``, otherwise
-        (j, j + pairs). All are C-contiguous. The bits don't depend on ``threads``. Raises ``StoreError``, with nothing
-        changed, where shapes don't fit together or memory overlaps."""
 
 def attend(
     q: _Buffer,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blendstore.blend import fused, triton_drift
-from blendstore.blend.drift import DriftCorrection, DriftSettings
+from blendstore.blend.drift import Documents, DriftCorrection, DriftSettings
 from blendstore.blend.triton_attention import Tile
 from blendstore.plan import Span, SpanKind
 from tests.fake_engine import Rope, rope
@@ -40,9 +40,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not fused.fallbacks
 
 
-def correction(settings: DriftSettings, selected: list[int] = SELECTED) -> DriftCorrection:
+def correction(settings: DriftSettings, v: Tensor, selected: list[int] = SELECTED) -> DriftCorrection:
     groups = [NUMBERS[next(s.group for s in SPANS if s.start <= p < s.stop)] for p in selected]
-    return DriftCorrection(settings, SPANS, torch.tensor(selected).to(DEVICE), torch.tensor(groups).to(DEVICE), NUMBERS)
+    positions, numbers = torch.tensor(selected).to(DEVICE), torch.tensor(groups).to(DEVICE)
+    return DriftCorrection.of(settings, Documents.of(SPANS, NUMBERS, DEVICE), positions, numbers, [v, v.flip(2)])
 
 
 def layer(dim: int, dtype: torch.dtype, count: int = len(SELECTED)) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
@@ -54,7 +55,8 @@ def layer(dim: int, dtype: torch.dtype, count: int = len(SELECTED)) -> tuple[tup
 
 
 def check(settings: DriftSettings, turn: Rope | None, dim: int, dtype: torch.dtype) -> None:
-    made, (kv, fresh) = correction(settings), layer(dim, dtype)
+    kv, fresh = layer(dim, dtype)
+    made = correction(settings, kv[1])
     table = None if turn is None else turn.table()
     wanted = kv[0].to(torch.float32, copy=True), kv[1].to(torch.float32, copy=True)
     made._plain(table, *wanted, *(t.float() for t in fresh))
@@ -97,8 +99,8 @@ def test_head_sizes(dim: int, pairs: int) -> None:
     ],
 )
 def test_settings(settings: DriftSettings, dtype: torch.dtype) -> None:
-    """Own documents only, a sample of few, of one that stands for many, the mean of a document, and weights so far
-    apart that half precision holds them only when they are scaled."""
+    """Own documents only, a sample of few, of one that stands for many, the mean of a document, and weights that are
+    far apart."""
     check(settings, rope(8), 16, dtype)
 
 
@@ -110,7 +112,7 @@ def test_low_precision_is_within_one_rounding(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("selected", [[5], [109], [60, 61]])
 def test_few_recomputed_rows(selected: list[int]) -> None:
     (k, v), fresh = layer(16, torch.float32, len(selected))
-    made = correction(DriftSettings(), selected)
+    made = correction(DriftSettings(), v, selected)
     wanted = k.clone(), v.clone()
     made._plain(None, *wanted, *fresh)
     made.apply(None, k, v, *fresh)
@@ -124,7 +126,7 @@ def test_without_any_weight_nothing_is_added() -> None:
     for way in ("apply", "_plain"):
         (k, v), fresh = layer(16, torch.float32)
         before = k.clone(), v.clone()
-        getattr(correction(settings), way)(None, k, v, *fresh)
+        getattr(correction(settings, v), way)(None, k, v, *fresh)
         assert torch.equal(k[112:122], before[0][112:122]) and torch.equal(v[112:122], before[1][112:122])
         assert bool(k.isfinite().all()) and bool(v.isfinite().all())
 
@@ -133,7 +135,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
     results = []
     for _ in range(2):
         (k, v), fresh = layer(64, DTYPES[-1])
-        correction(DriftSettings()).apply(rope(32).table(), k, v, *fresh)
+        correction(DriftSettings(), v).apply(rope(32).table(), k, v, *fresh)
         results.append((k, v))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -143,7 +145,7 @@ def test_a_failing_kernel_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fused, "_broken", set())
     (k, v), fresh = layer(16, torch.float32)
     wanted = k.clone(), v.clone()
-    made = correction(DriftSettings())
+    made = correction(DriftSettings(), v)
     made._plain(None, *wanted, *fresh)
 
     class Broken:

@@ -110,7 +110,7 @@ def test_query_scores_are_the_questions_attention(reduce: str, combine: str) -> 
     """Score by hand: dense attention of the last rows over the cached KV, other fresh tokens unseen."""
     engine = FakeEngine(windows=(30, None))
     made = scene(engine, question=6)
-    options = {"rows": 4, "reduce": reduce, "combine": combine, "first": 0, "power": 0, "first_layer": 1}
+    options = {"rows": 4, "reduce": reduce, "combine": combine, "first_share": 0, "power": 0, "first_layer": 1}
     found = blend(engine, made, "query", 0.1, options=options).selected
     n = len(made.ids)
     rows = torch.arange(n - 4, n)

@@ -110,18 +110,19 @@ def test_hybrid_takes_half_by_place_and_half_by_deviation() -> None:
 def test_query_divides_attention_by_the_distance() -> None:
     """Equal attention: nearer to the document's start wins; with power 0 the attention alone counts."""
     run = HandMade([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.8, 0.0, 0.0, 0.0])
-    plain = {"first": 0}
+    plain = {"first_share": 0}
     assert run.picked("query", 0.1, options=plain) == [6]  # 0.8 / 2 ** .5 = .566 > 1 / 5 ** .5 = .447
     assert run.picked("query", 0.1, options={**plain, "power": 0}) == [4]
 
 
-def test_query_takes_the_first_tokens_of_every_document_before_all_others() -> None:
-    """Among themselves by score, and in no more than a third of the budget."""
+def test_query_gives_a_share_of_the_budget_to_the_first_tokens_of_all_documents() -> None:
+    """Evenly: of equally early ones the one with the larger score comes first; the rest goes by score."""
     run = HandMade([0.0, 0.1, 0.5, 0.5, 1.0, 0.05, 0.0, 0.0, 0.0, 0.9])
-    two = {"first": 2, "power": 0}
-    assert run.picked("query", 0.2, options=two) == [4, 9]
-    assert run.picked("query", 0.3, options=two) == [1, 4, 9]
-    assert run.picked("query", 0.6, options=two) == [1, 2, 3, 4, 5, 9]
+    third, most = {"first_share": 0.34, "power": 0}, {"first_share": 0.75, "power": 0}
+    assert run.picked("query", 0.2, options=third) == [4, 9], "a third of two tokens is none"
+    assert run.picked("query", 0.3, options=third) == [4, 5, 9]
+    assert run.picked("query", 0.6, options=third) == [0, 2, 3, 4, 5, 9]
+    assert run.picked("query", 0.4, options=most) == [0, 1, 4, 5], "both documents' first, then the better second"
 
 
 def test_query_hands_its_options_over_and_skips_the_pass_when_all_are_wanted() -> None:
@@ -137,8 +138,8 @@ def test_query_hands_its_options_over_and_skips_the_pass_when_all_are_wanted() -
 def test_query_uses_the_stored_score_when_asked() -> None:
     """A token without a score counts with the mean of those that have one."""
     run = HandMade([1.0] * 10, stored=[1.0] * 8 + [9.0, NAN])
-    assert run.picked("query", 0.1, options={"first": 0, "power": 0, "stored_power": 1}) == [8]
-    assert run.picked("query", 0.2, options={"first": 0, "power": 0, "stored_power": 1}) == [8, 9]
+    assert run.picked("query", 0.1, options={"first_share": 0, "power": 0, "stored_power": 1}) == [8]
+    assert run.picked("query", 0.2, options={"first_share": 0, "power": 0, "stored_power": 1}) == [8, 9]
 
 
 def test_stored_ranks_by_the_kept_score() -> None:
@@ -163,16 +164,16 @@ def test_stored_without_any_score_takes_first_tokens() -> None:
             {},
             r"selector 'nearest' is unknown: use one of deviation, head, hybrid, none, query, random, stored",
         ),
-        ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are combine, first, first_layer"),
+        ("query", {"row": 3}, r"selector 'query' has no option 'row': accepted are combine, first_layer, first_share"),
         ("head", {"rows": 3}, r"selector 'head' has no option 'rows': accepted are none"),
         ("query", {"reduce": "median"}, r"option reduce = 'median': use one of max, mean"),
         ("query", {"combine": "sum"}, r"option combine = 'sum': use one of mean, rms"),
-        ("query", {"first": -1}, r"option first = -1: use a whole number from 0 to "),
+        ("query", {"first_share": -1}, r"option first_share = -1: use a number from 0 to 1"),
         ("query", {"rows": 0}, r"option rows = 0: use a whole number from 1 to "),
         ("query", {"rows": "abc"}, r"option rows = 'abc': use a whole number from 1 to "),
         ("query", {"rows": 1.5}, r"option rows = 1.5: use a whole number from 1 to "),
         ("query", {"rows": 2**70}, r"option rows = \d+: use a whole number from 1 to "),
-        ("query", {"first": 2**70}, r"option first = \d+: use a whole number from 0 to "),
+        ("query", {"first_share": 2**70}, r"option first_share = \d+: use a number from 0 to 1"),
         ("query", {"first_layer": -1}, r"option first_layer = -1: use a whole number from 0 to "),
         ("query", {"power": float("nan")}, r"option power = nan: use a number from -16 to 16"),
         ("query", {"power": "steep"}, r"option power = 'steep': use a number from -16 to 16"),

@@ -3,36 +3,40 @@
 In a new context the KV of tokens moves, and similar tokens move alike. Layer by layer and head by head, the difference
 of fresh and cached V, and of fresh and cached K with the rotation taken out, at the recomputed tokens is carried over
 to all other reused tokens: a kernel average (Nadaraya-Watson) over the recomputed tokens s, weighted for token t by
-``exp((cosine of their cached V - 1) / temperature)``, times ``elsewhere`` where s is in another document. Of the other
-documents' tokens an evenly spaced sample stands for all of them, so that the cost doesn't grow with their number.
-``prior`` tokens of cosine 0.5 that did not move join the average, and the result is scaled by ``strength``. With an
-infinite temperature and ``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It
-helps on top of recomputing only; docs/quality.md has what it gives.
+``exp((likeness - 1) / temperature)``, times ``elsewhere`` where s is in another document. Of the other documents'
+tokens an evenly spaced sample stands for all of them, and where a document has more than `OWN` itself, so many of its
+own: the cost doesn't grow with their number. ``prior`` tokens of likeness 0.5 that did not move join the average, and
+the result is scaled by ``strength``.
 
-`DriftCorrection._plain` is the reference. A GPU has kernels for it, and a CPU in float32 `blendstore._core.Drift`.
+The likeness of two tokens is the mean cosine of their cached V over all heads of the second half of the layers: late
+layers know best what kind of token it is, and one set of weights serves every layer. With an infinite temperature and
+``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It helps on top of
+recomputing only; docs/quality.md has what it gives.
+
+`DriftCorrection._plain` is the reference, and what a CPU uses; a GPU has kernels for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core import Drift
 from ..plan import Span
 from .copies import sent
-from .fused import attempt, readable, tried, usable
+from .fused import attempt, usable
 from .rotary import RotaryTable
 
-if TYPE_CHECKING:
-    from .triton_drift import Recomputed
+PADDING = 64
+"""The kernels' blocks of columns: for them own and sampled columns are padded to a multiple."""
+OWN = 512
+"""Own columns of a document at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class DriftSettings:
     the weight of other documents' tokens (0: none), of which about ``sample`` are used; ``prior`` is in tokens."""
 
     strength: float = 0.6
-    temperature: float = 0.1
+    temperature: float = 0.12
     elsewhere: float = 0.3
     sample: int = 64
     prior: float = 1.0
@@ -57,122 +61,156 @@ class DriftSettings:
         return range(step // 2, n, step) if self.elsewhere else range(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The reused spans of a prompt by document: ``spans``, and ``places`` with each one's document (0, 1, …) and its
+    first row in it; ``rows`` [documents, most] int32 are the documents' positions, -1 behind the last."""
+
+    spans: Sequence[Span]
+    places: Sequence[tuple[int, int]]
+    rows: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], numbers: dict[int, int], device: torch.device) -> Documents:
+        """``numbers``: group → number."""
+        lengths = [0] * len(numbers)
+        places = []
+        for span in spans:
+            number = numbers[span.group]
+            places.append((number, lengths[number]))
+            lengths[number] += len(span)
+        rows = np.full((len(numbers), max(lengths, default=0)), -1, dtype=np.int32)
+        for span, (number, begin) in zip(spans, places, strict=True):
+            rows[number, begin : begin + len(span)] = np.arange(span.start, span.stop)
+        return cls(spans, places, sent(torch.from_numpy(rows), device))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What is averaged over in each document: ``index`` [documents, columns] int64 into the recomputed tokens, the own
+    ones in the first ``own`` columns and the sample behind; ``bias`` float32, alike, is the logarithm of a weight but
+    for its likeness, -inf for none. ``counts`` [documents] int32: own ones."""
+
+    index: Tensor
+    bias: Tensor
+    counts: Tensor
+    own: int
+
+    @classmethod
+    def of(cls, settings: DriftSettings, groups: Tensor, documents: Documents) -> Columns:
+        """``groups`` [n] int64 are the recomputed tokens' documents. On a device this waits for nothing."""
+        n, device = groups.shape[0], groups.device
+        number = torch.arange(documents.rows.shape[0] + 1, device=device)
+        ordered = groups.sort(stable=True)
+        bounds = torch.searchsorted(ordered.values, number)
+        counts = bounds.diff()
+        number = number[:-1, None]
+        if usable(device):
+            own, padding = -(-min(n, documents.rows.shape[1], OWN) // PADDING) * PADDING, PADDING
+        else:
+            own, padding = min(int(counts.max()), OWN), 1
+        most = min(own, OWN)
+        mine = torch.arange(own, device=device)
+        spread = torch.where(counts[:, None] > most, mine * counts[:, None] // most, mine)
+        picked = settings.sampled(n)
+        room = -(-len(picked) // padding) * padding
+        sample = torch.arange(picked.start, picked.start + room * picked.step, picked.step, device=device)
+        real, sample = sample < n, sample.clamp(max=n - 1)
+        others = (groups[sample] != number) & real
+        # Each of the sample stands for its share of all tokens of other documents.
+        share = settings.elsewhere * (n - counts[:, None]) / others.sum(1, keepdim=True).clamp(min=1)
+        each = counts[:, None].clamp(min=most) / most
+        own_bias = each.log().expand(-1, own).masked_fill(mine >= counts[:, None].clamp(max=most), -torch.inf)
+        index = torch.cat(
+            [
+                ordered.indices[(bounds[:-1, None] + spread).clamp(max=n - 1)],
+                sample.expand(documents.rows.shape[0], -1),
+            ],
+            1,
+        )
+        bias = torch.cat([own_bias, share.log().expand_as(others).masked_fill(~others, -torch.inf)], 1)
+        return cls(index, bias, counts.clamp(max=most).int(), own)
+
+
+def likeness(
+    values: Iterable[Tensor], rows: Tensor, columns: Tensor, reduce: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
+    """Mean cosine of V over ``values``, layers of [tokens, kv_heads, dim], and all heads: [documents, rows, columns]
+    float32 between the tokens at ``rows`` and at ``columns``, both [documents, …] positions. ``reduce`` sums over
+    ranks, each of which has some of the heads."""
+    total = torch.zeros(rows.shape[0], rows.shape[1], columns.shape[1], device=rows.device)
+    heads = 0
+    for v in values:
+        alike = F.normalize(v.float(), dim=-1).flatten(1)
+        # On a device products of the cache's dtype are many times as fast, and as good: a thousand terms each.
+        alike = alike.to(v.dtype) if v.is_cuda else alike
+        heads += v.shape[1]
+        total += alike[rows] @ alike[columns].mT
+    both = reduce(torch.cat([total.flatten(), total.new_full((1,), heads)]))
+    return (both[:-1] / both[-1]).view_as(total)
+
+
 @dataclass(slots=True)
 class DriftCorrection:
-    """The correction of one prompt: ``spans`` are its reused spans, ``selected`` [n] int64 the recomputed positions
-    (ascending), ``groups`` [n] int64 their documents, numbered 0, 1, … as in ``numbers`` (group → number).
-    ``documents`` is `documents_of` the spans; the kernels want it, and make it themselves when it isn't given."""
+    """The correction of one prompt. ``selected`` [n] int64 are the recomputed positions (ascending); ``weights``
+    [documents, rows, columns] float32 with the strength in them."""
 
-    settings: DriftSettings
-    spans: Sequence[Span]
     selected: Tensor
-    groups: Tensor
-    numbers: dict[int, int]
-    documents: Tensor | None = None
-    _recomputed: Recomputed | None = field(init=False, default=None)
-    _carrying: Drift | None = field(init=False, default=None)
-    _columns: tuple[Tensor, Tensor, list[int]] | None = field(init=False, default=None)
+    documents: Documents
+    columns: Columns
+    weights: Tensor
+    _narrow: Tensor | None = field(init=False, default=None)
+
+    @classmethod
+    def of(
+        cls,
+        settings: DriftSettings,
+        documents: Documents,
+        selected: Tensor,
+        groups: Tensor,
+        values: Iterable[Tensor],
+        reduce: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> DriftCorrection:
+        """``groups`` [n] int64 are the documents of ``selected``, of which there is at least one; ``values`` and
+        ``reduce`` as in `likeness`."""
+        columns = Columns.of(settings, groups, documents)
+        alike = likeness(values, documents.rows.clamp(min=0), selected[columns.index], reduce)
+        weights = alike.sub_(1).div_(settings.temperature).add_(columns.bias[:, None]).exp_()
+        # Where all weights are 0 nothing is added.
+        total = weights.sum(-1, keepdim=True).add_(settings.still).clamp_(min=torch.finfo(torch.float32).tiny)
+        return cls(selected, documents, columns, weights.mul_(settings.strength / total))
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.
 
         ``fresh_k``, ``fresh_v`` [n, kv_heads, dim] belong to ``selected``."""
-        if not self.selected.shape[0]:
-            return
         layer = (table, k, v, fresh_k, fresh_v)
-        plain = partial(self._plain, *layer)
-        if not usable(k.device) and all(readable(t) for t in layer[1:]):
-            tried("drift correction in Rust", k.device, partial(self._native, *layer), plain)
-        else:
-            attempt("drift correction", k.device, partial(self._fused, *layer), plain)
+        attempt("drift correction", k.device, partial(self._fused, *layer), partial(self._plain, *layer))
 
     def _fused(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        from .triton_drift import Recomputed, carry
+        from .triton_drift import carry
 
-        if self._recomputed is None:
-            if self.documents is None:
-                self.documents = documents_of(self.spans, self.numbers, k.shape[0], k.device)
-            self._recomputed = Recomputed.of(
-                self.settings, self.selected, self.groups, len(self.numbers), self.documents
-            )
-        carry(self.settings, table, self._recomputed, k, v, fresh_k, fresh_v)
-
-    def _native(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        if self._carrying is None:
-            columns, bias, bounds = self._columns or self._averaged()
-            spans = [(span.start, span.stop, self.numbers[span.group]) for span in self.spans]
-            self._carrying = Drift(
-                self.selected.numpy(), columns.numpy(), bias.numpy(), np.array(bounds, dtype=np.int64),
-                np.array(spans, dtype=np.int64), strength=self.settings.strength, temperature=self.settings.temperature,
-                still=self.settings.still,
-            )  # fmt: skip
-        kept = () if table is None else table.kept(k.shape[0], k.device)
-        self._carrying.carry(
-            *(t.numpy() for t in (k, v, fresh_k, fresh_v, *kept)),
-            interleaved=table is not None and table.pairing == "interleaved", threads=torch.get_num_threads(),
-        )  # fmt: skip
+        if self._narrow is None:
+            self._narrow = self.weights.to(v.dtype)
+        carry(table, self._narrow, self.documents.rows, self.columns, self.selected, k, v, fresh_k, fresh_v)
 
     def _plain(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
-        columns, bias, bounds = self._columns or self._averaged()
-        cached, before = (t.index_select(0, self.selected).float() for t in (v, k))
-        moved_k, moved_v = fresh_k.float() - before, fresh_v.float() - cached
+        before_k, before_v = (cached.index_select(0, self.selected).float() for cached in (k, v))
+        moved_k, moved_v = fresh_k.float() - before_k, fresh_v.float() - before_v
         if table is not None:
-            cos, sin = (angle[:, None] for angle in table.kept(max(span.stop for span in self.spans), k.device))
+            cos, sin = (angle[:, None] for angle in table.kept(k.shape[0], k.device))
             moved_k = table.rotate(moved_k, cos[self.selected], -sin[self.selected])
-        alike = F.normalize(cached, dim=-1).div_(self.settings.temperature)
-        # [kv_heads, columns, dim], one document's columns after the other's
-        alike, moved_k, moved_v = (
-            x.index_select(0, columns).transpose(0, 1).contiguous() for x in (alike, moved_k, moved_v)
-        )
-        still = self.settings.still
-        for span in self.spans:
-            number = self.numbers[span.group]
-            among = slice(bounds[number], bounds[number + 1])
-            if among.start == among.stop:
-                continue
+        moved = torch.cat([moved_k.flatten(1), moved_v.flatten(1)], 1)
+        said = [moved.index_select(0, index) for index in self.columns.index]
+        for span, (number, begin) in zip(self.documents.spans, self.documents.places, strict=True):
             here = slice(span.start, span.stop)
-            # Float32 is corrected where it lies.
-            new_k, new_v = k[here].float(), v[here].float()
-            mine = F.normalize(new_v, dim=-1).transpose(0, 1)
-            weights = torch.baddbmm(bias[among], mine, alike[:, among].mT).exp_()
-            # Where all weights are 0 nothing is added.
-            total = weights.sum(-1, keepdim=True).add_(still).clamp_(min=torch.finfo(torch.float32).tiny)
-            weights.mul_(self.settings.strength / total)
-            drift_k = torch.bmm(weights, moved_k[:, among]).transpose(0, 1)
-            for head in range(v.shape[1]):
-                new_v[:, head].addmm_(weights[head], moved_v[head, among])
+            drift = self.weights[number, begin : begin + len(span)] @ said[number]
+            drift_k, drift_v = (part.view(len(span), *k.shape[1:]) for part in drift.chunk(2, 1))
+            v[here] = v[here].float().add_(drift_v)
+            new_k = k[here].float()
             if table is None:
                 new_k += drift_k
             else:
                 table.add(new_k, drift_k, cos[here], sin[here])
-            if k.dtype != torch.float32:
-                k[here], v[here] = new_k, new_v
-
-    def _averaged(self) -> tuple[Tensor, Tensor, list[int]]:
-        """What is averaged over in document d: indices into ``selected``, and the logarithm of a weight but its cosine,
-        both from ``bounds[d]`` to ``bounds[d + 1]`` - 1."""
-        settings, n = self.settings, self.selected.shape[0]
-        groups, sampled = self.groups.tolist(), settings.sampled(n)
-        columns: list[int] = []
-        bias: list[float] = []
-        bounds = [0]
-        for number in range(len(self.numbers)):
-            own = [i for i, group in enumerate(groups) if group == number]
-            others = [i for i in sampled if groups[i] != number]
-            # Each of the sample stands for its share of all tokens of other documents.
-            share = settings.elsewhere * (n - len(own)) / max(1, len(others))
-            bias += [0.0] * len(own) + [math.log(share) if share else -math.inf] * len(others)
-            columns += own + others
-            bounds.append(len(columns))
-        device = self.selected.device
-        spots = torch.tensor(columns, dtype=torch.int64, device=device)
-        self._columns = spots, torch.tensor(bias, device=device) - 1.0 / settings.temperature, bounds
-        return self._columns
-
-
-def documents_of(spans: Sequence[Span], numbers: dict[int, int], tokens: int, device: torch.device) -> Tensor:
-    """[tokens] int32: the number of the document that each token of a reused span belongs to, -1 for all others."""
-    out = np.full(tokens, -1, dtype=np.int32)
-    for span in spans:
-        out[span.start : span.stop] = numbers[span.group]
-    return sent(torch.from_numpy(out), device)
+            if k.dtype != torch.float32:  # or it was corrected where it lies
+                k[here] = new_k

@@ -93,7 +93,6 @@ def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
 
     def compiled() -> None:
         from . import triton_attention, triton_drift, triton_rows
-        from .drift import DriftSettings
 
         kv_heads, dim, dtype, device = geometry.kv_heads, geometry.head_dim, geometry.dtype, geometry.device
         triton_attention.warm_up(
@@ -102,8 +101,6 @@ def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
         )  # fmt: skip
         tables = list({id(table): table for table in geometry.rotary}.values())
         triton_rows.warm_up(kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables)
-        triton_drift.warm_up(
-            settings=DriftSettings(), kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables
-        )
+        triton_drift.warm_up(kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables)
 
     attempt("warm-up", geometry.device, compiled, lambda: None)

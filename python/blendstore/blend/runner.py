@@ -19,7 +19,7 @@ from torch import Tensor
 from ..plan import BlendPlan, SpanKind
 from .attention import RowAttention
 from .copies import sent
-from .drift import DriftCorrection, DriftSettings, documents_of
+from .drift import Documents, DriftCorrection, DriftSettings
 from .model import EngineModel
 from .selectors import Candidates, Combine, OptionValue, Reduce, SelectorSettings, make_selector
 from .staged import rows_of
@@ -185,8 +185,6 @@ class _Run:
         self._device = model.geometry.device
         self._fresh = sent(torch.from_numpy(plan.positions(SpanKind.FRESH)), self._device)
         self._spans = [s for s in plan.spans if s.kind is SpanKind.REUSED]
-        self._numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self._spans))}
-        self._documents = documents_of(self._spans, self._numbers, plan.ntokens, self._device)
         self._flow: _Flow | None = None
         self.candidates = self._gather(records)
 
@@ -245,8 +243,7 @@ class _Run:
         flow = self._flow
         correction = None
         if drift is not None and chosen.shape[0]:
-            groups = self._documents[selected].long()
-            correction = DriftCorrection(drift, self._spans, selected, groups, self._numbers, self._documents)
+            correction = self._correction(drift, selected)
             where = torch.searchsorted(flow.positions, selected)
 
         while flow.layer < self.layers:
@@ -263,6 +260,13 @@ class _Run:
             else:
                 flow.step(self._kv, before)
         return flow.state
+
+    def _correction(self, drift: DriftSettings, selected: Tensor) -> DriftCorrection:
+        known = sorted({span.group for span in self._spans})
+        documents = Documents.of(self._spans, {group: at for at, group in enumerate(known)}, self._device)
+        groups = torch.searchsorted(sent(torch.tensor(known), self._device), self.candidates.group)
+        values = (self._kv.ready(index)[1] for index in range(self.layers // 2, self.layers))
+        return DriftCorrection.of(drift, documents, selected, groups, values, self._model.all_reduce)
 
     def _question(self, rows: int) -> tuple[Tensor, Tensor]:
         """Positions of the last ``rows`` tokens of the fresh tail, and of the fresh tokens that are not among them."""

@@ -186,10 +186,11 @@ class QuerySelector:
 
     Score: root mean square over heads and layers of the maximum over the question's rows of the softmax attention (few
     heads look anything up; squares let them be heard), divided by ``(1 + distance from the document's start) **
-    power``: error concentrates at the start of a document. The ``first`` tokens of every document come before all
-    others, in up to a third of the budget: they bind to what stood in front when they were captured. Options: ``rows``
-    (32), ``reduce`` (max), ``combine`` (rms), ``power`` (0.5), ``first`` (4), ``first_layer`` (1), ``stored_power``
-    (0): exponent of the score kept with the record, where there is one."""
+    power``: error concentrates at the start of a document. The share ``first_share`` of the budget goes to the first
+    tokens of all documents, evenly: they bind to what stood in front when they were captured. Options: ``rows`` (32),
+    ``reduce`` (max), ``combine`` (rms), ``power`` (0.5), ``first_share`` (0.33), ``first_layer`` (a quarter of the
+    layers: earlier ones look at what is near, and at sinks), ``stored_power`` (0): exponent of the score kept with the
+    record, where there is one."""
 
     def __init__(self, settings: SelectorSettings) -> None:
         last = _MOST if settings.layers is None else settings.layers - 1
@@ -197,25 +198,25 @@ class QuerySelector:
         self._reduce: Reduce = settings.option("reduce", one_of({"max": "max", "mean": "mean"}), "max")
         self._combine: Combine = settings.option("combine", one_of({"rms": "rms", "mean": "mean"}), "rms")
         self._power = settings.option("power", number(-16, 16), 0.5)
-        self._first = settings.option("first", whole(0, _MOST), 4)
-        self._first_layer = settings.option("first_layer", whole(0, last), min(1, last))
+        self._first_share = settings.option("first_share", number(0, 1), 0.33)
+        self._first_layer = settings.option("first_layer", whole(0, last), -1)
         self._stored_power = settings.option("stored_power", number(0, 16), 0.0)
 
     def select(self, run: SelectionRun, ratio: float) -> Tensor:
         count = run.budget(ratio)
         if count == len(run.candidates):
             return torch.arange(count, device=run.candidates.positions.device)
-        scores = run.attention(
-            rows=self._rows, reduce=self._reduce, combine=self._combine, first_layer=self._first_layer
-        )
+        first_layer = self._first_layer if self._first_layer >= 0 else run.layers // 4
+        scores = run.attention(rows=self._rows, reduce=self._reduce, combine=self._combine, first_layer=first_layer)
         distance = run.candidates.distance
         scores = scores / (1.0 + distance.float()) ** self._power
         stored = run.candidates.stored
         if self._stored_power and stored is not None:
             scores = scores * torch.where(stored.isnan(), stored.nanmean(), stored) ** self._stored_power
-        early = torch.where(distance < self._first, scores, -1.0)
-        ahead = top(early, count // 3)
-        return top(scores.index_add(0, ahead, (early[ahead] >= 0) * (1.0 + scores.amax())), count)
+        # Of equally early ones those with the larger score; a score's share of the largest is below the next distance.
+        early = scores / scores.amax().clamp(min=torch.finfo(torch.float32).tiny) - 2.0 * distance
+        ahead = top(early, int(self._first_share * count))
+        return top(scores.index_fill(0, ahead, torch.inf), count)
 
 
 class StoredSelector:
@@ -237,7 +238,7 @@ class StoredSelector:
 Factory = Callable[[SelectorSettings], Selector]
 
 _OPTIONS: dict[str, frozenset[str]] = {
-    "query": frozenset({"rows", "reduce", "combine", "power", "first", "first_layer", "stored_power"})
+    "query": frozenset({"rows", "reduce", "combine", "power", "first_share", "first_layer", "stored_power"})
 }
 _REGISTRY: dict[str, Factory] = {
     "none": lambda settings: NoSelector(),

@@ -1,13 +1,12 @@
 //! What blending computes on a CPU in one piece, where tensor operations would go over memory many times or far below the
-//! processor's speed: [`attention`], [`drift`] and [`rows`].
+//! processor's speed: [`attention`] and [`rows`].
 //!
 //! Everything here has a reference in the Python package, in plain torch, and works on its memory in place.
 
 #![deny(unsafe_code)]
 
 pub mod attention;
-pub mod drift;
-mod product;
+mod power;
 pub mod rotation;
 pub mod rows;
 mod share;

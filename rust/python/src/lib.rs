@@ -6,7 +6,6 @@ mod attention;
 mod chunk_meta;
 mod coder;
 mod dlpack;
-mod drift;
 mod error;
 mod event;
 mod input;
@@ -41,7 +40,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<matches::Match>()?;
     module.add_class::<event::Event>()?;
     module.add_class::<coder::Coder>()?;
-    module.add_class::<drift::Drift>()?;
     module.add_function(wrap_pyfunction!(attention::attend, module)?)?;
     module.add_function(wrap_pyfunction!(rows::place_rows, module)?)?;
     module.add_class::<tier::Tier>()?;

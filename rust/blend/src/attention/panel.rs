@@ -1,7 +1,7 @@
 //! An item's panels on their way over the keys.
 
 use super::{Attention, Item};
-use crate::product::{exp2_down, multiply_add};
+use crate::power::{exp2_down, multiply_add};
 
 /// Lanes of a panel: [`STEP`] times as many sums fit the registers of AVX2, with what they are made of.
 pub(super) const LANES: usize = 16;
@@ -32,7 +32,7 @@ impl Panels {
     /// Attends and writes the item's output.
     pub(super) fn attend(&mut self, of: &Attention<'_>, item: &mut Item<'_>) {
         #[cfg(target_arch = "x86_64")]
-        if crate::product::vectors() {
+        if crate::power::vectors() {
             #[allow(unsafe_code)]
             // SAFETY: the processor has AVX2 and fused multiplication and addition.
             unsafe {
