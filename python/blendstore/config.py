@@ -278,6 +278,12 @@ class Config:
         raise ConfigError(*faults)
 
     @property
+    def kept(self) -> str:
+        """How records are kept in memory: ``raw``, a format, or a format for exact prefixes too."""
+        exact = self.local_format != "raw" and self.local_format_exact
+        return f"{self.local_format}, exact prefixes too" if exact else self.local_format
+
+    @property
     def max_local_cpu_bytes(self) -> int:
         """`max_local_cpu_size` in bytes."""
         return int(self.max_local_cpu_size * 2**30)
@@ -425,6 +431,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_file(file: Path) -> dict[str, object]:
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"configuration file {file}: is no file; give a readable YAML file")
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
     except (OSError, UnicodeDecodeError) as error:

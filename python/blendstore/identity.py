@@ -45,6 +45,8 @@ class ModelIdentity:
     """Name of the adapter, empty for the base model."""
     lora_version: str = ""
     """Digest of the adapter's content; needed with ``lora``, because a name can be loaded again from elsewhere."""
+    kept: str = "raw"
+    """How records are kept (`Config.kept`): those of a lossy format are none for who keeps them raw."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tp_size"):
@@ -72,6 +74,7 @@ class ModelIdentity:
             ("tp_size", _number(self.tp_size)),
             ("lora", self.lora.encode()),
             ("lora_version", self.lora_version.encode()),
+            ("kept", self.kept.encode()),
         ]
 
 

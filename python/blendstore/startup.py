@@ -52,7 +52,7 @@ def said(error: Exception) -> str:
 def announcement(config: Config, geometry: Geometry, proof: Proof | None, refusal: str, name: str) -> str:
     """One line: what will be done with the model ``name``, or why not."""
     shape = f"{name}: {geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_dim}, {geometry.dtype}"
-    form = "" if config.local_format == "raw" else f", {config.local_format}"
+    form = f", {config.local_format}" if "local_format" in guard.lossy(config) else ""
     memory = f"{config.max_local_cpu_size:g} GiB of memory ({config.cache_policy}{form})"
     if not config.enable_blending:
         return f"plain caching in {memory}, {shape}"
@@ -183,7 +183,9 @@ def guarded(
 
     # What fails on one rank is agreed on before the ranks compute together.
     try:
-        ids = on_every_rank(lambda: guard.prose(_tokenizer(tokenizer, trust_remote_code).encode), together)
+        ids = on_every_rank(
+            lambda: guard.enough(guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)), together
+        )
         answers = on_every_rank(answers_of, together)
     except Exception as error:  # whatever a tokenizer or a model says is the reason
         log.warning("%s: not measured: %s", ", ".join(keys), said(error))

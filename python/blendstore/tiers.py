@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import machine
 from ._core import Coder, Store, StoreError, Tier
+from .codec.tables import shape_of
 from .config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -31,23 +32,34 @@ class Payload:
     element: str
     """``bfloat16``, ``float16`` or ``float32``; others are coded as bytes."""
     layers: int
+    kv_heads: int
+    head_dim: int
 
     @classmethod
     def of(cls, geometry: Geometry) -> Payload:
         """Records of an engine with this KV cache."""
-        return cls(geometry.element, geometry.layers)
+        return cls(geometry.element, geometry.layers, geometry.kv_heads, geometry.head_dim)
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.kv_heads} KV heads of {self.head_dim} {self.element}"
 
 
 def coder_of(config: Config, key: str, payload: Payload | None) -> Coder | None:
     """The coder that the value of ``key`` (``local_serde`` or ``remote_serde``) asks for, or None for records as they
-    are. Raises `ConfigError` for tables that can't be read."""
+    are. Raises `ConfigError` for tables that can't be read, or that are of other records than ``payload``."""
     serde = getattr(config, key)
     if serde == "naive":
         return None
     if serde == "cachegen":
         try:
+            if config.codec_tables is not None and config.codec_tables.exists() and not config.codec_tables.is_file():
+                raise ValueError("it is no file")
             tables = config.codec_tables.read_bytes() if config.codec_tables else b""
-            return Coder.cachegen(tables, threads=min(_THREADS, len(os.sched_getaffinity(0))))
+            coder = Coder.cachegen(tables, threads=min(_THREADS, len(os.sched_getaffinity(0))))
+            trained = Payload(*shape_of(tables))
+            if payload is not None and payload != trained:
+                raise ValueError(f"they are of {trained}, this model has {payload}")
+            return coder
         except (OSError, ValueError) as error:
             origin = config.origins["codec_tables"]
             raise ConfigError(f"codec_tables: {config.codec_tables} ({origin}) can't be used: {error}") from error

@@ -7,7 +7,7 @@ import torch
 from blendstore.blend.kept import RecordError, format_of, packed_bytes_per_token
 from blendstore.blend.model import Geometry
 from blendstore.blend.records import LeaseRecords, write_record
-from blendstore.codec.formats import FORMATS, GROUP, Format, FormatError, checked
+from blendstore.codec.formats import FORMATS, GROUP, Format, FormatError, checked, holds
 from tests.records import reserve, small_store, tenant, text
 
 PACKED = [FORMATS["int8"], FORMATS["int4"]]
@@ -94,6 +94,19 @@ def test_formats_differ_in_size_and_other_sizes_are_no_record() -> None:
     with pytest.raises(RecordError, match="bytes for 16 tokens"):
         format_of(geometry(), 16 * 100, 16)
     assert not FORMATS["int4"].fits(8) and not FORMATS["int8"].fits(17)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_largest_values_that_a_format_holds_come_back_finite(name: str) -> None:
+    """Also in float16, whose end is near: a scale that is rounded up makes more of them."""
+    packing = FORMATS[name]
+    for value in (64_992.0, 65_504.0):
+        kv = torch.zeros(1, 2, 40, 2, 32, dtype=torch.float16)
+        kv[..., ::2], kv[..., 1] = value, -value
+        if bool(holds(packing, kv)):
+            assert bool(packing.unpack(packing.pack(kv), torch.float16).isfinite().all()), value
+        else:
+            assert value == 65_504.0
 
 
 def test_scales_lie_at_even_addresses() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import pickle
 from pathlib import Path
 
@@ -393,3 +394,12 @@ def test_numbers_that_nothing_can_run_with_are_refused_by_name(given: dict[str, 
 def test_impossible_places_of_the_file_are_refused(file: str) -> None:
     with pytest.raises(ConfigError, match="configuration file"):
         Config.load(file, env={})
+
+
+def test_a_configuration_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A pipe would be waited for."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for place in (pipe, tmp_path):
+        with pytest.raises(ConfigError, match="is no file"):
+            Config.load(env={"BLENDSTORE_CONFIG_FILE": str(place)})

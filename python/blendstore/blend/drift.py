@@ -8,8 +8,9 @@ tokens an evenly spaced sample stands for all of them, and where a document has 
 own: the cost doesn't grow with their number. ``prior`` tokens of likeness 0.5 that did not move join the average, and
 the result is scaled by ``strength``.
 
-The likeness of two tokens is the mean cosine of their cached V over all heads of the second half of the layers: late
-layers know best what kind of token it is, and one set of weights serves every layer. With an infinite temperature and
+The likeness of two tokens is the mean cosine of their cached V over all heads of the second half of the layers, or of
+eight to fifteen of those, evenly spaced: late layers know best what kind of token it is, and one set of weights serves
+every layer. With an infinite temperature and
 ``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It helps on top of
 recomputing only; docs/quality.md has what it gives.
 

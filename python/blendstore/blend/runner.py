@@ -265,7 +265,8 @@ class _Run:
         known = sorted({span.group for span in self._spans})
         documents = Documents.of(self._spans, {group: at for at, group in enumerate(known)}, self._device)
         groups = torch.searchsorted(sent(torch.tensor(known), self._device), self.candidates.group)
-        values = (self._kv.ready(index)[1] for index in range(self.layers // 2, self.layers))
+        late = range(self.layers // 2, self.layers)
+        values = (self._kv.ready(index)[1] for index in late[:: max(1, len(late) // 8)])
         return DriftCorrection.of(drift, documents, selected, groups, values, self._model.all_reduce)
 
     def _question(self, rows: int) -> tuple[Tensor, Tensor]:

@@ -123,8 +123,8 @@ def _carry(
 
 # As `triton_attention.TILES`: by padded head size, best first. A row's results are twice a head. Keys divide `PADDING`.
 TILES: dict[int, list[Tile]] = {
-    64: [Tile(128, 64, 8, 3), Tile(64, 32, 4, 2)],
-    128: [Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)],
+    64: [Tile(64, 64, 8, 2), Tile(64, 32, 4, 2)],
+    128: [Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)],
     256: [Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)],
 }
 FLOAT32_TILES: dict[int, list[Tile]] = {128: [Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 4, 1)]}

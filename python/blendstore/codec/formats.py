@@ -24,8 +24,9 @@ from torch import Tensor
 GROUP = 32
 """Tokens whose keys share scales, in ``int4``."""
 _SMALLEST = 16  # elements of a head, below which scales take more than they save
-TINY, LARGEST = 6e-8, 65_504.0
-"""The smallest scale, about the smallest float16 above zero, and the largest float16."""
+TINY, LARGEST = 6e-8, 65_000.0
+"""The smallest scale, about the smallest float16 above zero, and the largest value: what rounding of scales adds to it
+is still a float16."""
 WRONG = "keys or values that aren't finite, or are too large for a float16 scale"
 
 

@@ -54,6 +54,13 @@ def prose(encode: Callable[[str], list[int]]) -> list[int]:
     return encode(narrative()[0][: 12 * (TOKENS + FORCED)])[: TOKENS + FORCED]
 
 
+def enough(ids: list[int]) -> list[int]:
+    """``ids``, where they are enough to measure with. Raises `Unmeasured`."""
+    if len(ids) < 2 * FORCED:
+        raise Unmeasured(f"the tokenizer or the model has room for {len(ids)} tokens of prose, {2 * FORCED} are needed")
+    return ids
+
+
 def lossy(config: Config) -> list[str]:
     """Configuration keys whose values change records."""
     serdes = [key for key in ("local_serde", "remote_serde") if getattr(config, key) == "cachegen"]

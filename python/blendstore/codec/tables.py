@@ -103,6 +103,13 @@ def write(
     return b"".join(out)
 
 
+def shape_of(tables: bytes) -> tuple[str, int, int, int]:
+    """Element, layers, KV heads and head size of the records that a table file is for, which `Coder` has accepted."""
+    _, _, element, _ = struct.unpack_from("<8sHBB4x", tables)
+    layers, kv_heads, head_dim, _, _ = struct.unpack_from("<5I", tables, 16)
+    return next(name for name, code in _ELEMENTS.items() if code == element), layers, kv_heads, head_dim
+
+
 def frequencies(counts: NDArray[np.float64]) -> NDArray[np.int64]:
     """Frequencies [256] in 4096ths, at least 1 where ``counts`` is above 0; all of it for 0 where nothing is."""
     result = np.zeros(256, np.int64)

@@ -6,6 +6,9 @@ use std::sync::{Mutex, PoisonError};
 
 pub use team::settle;
 
+/// More threads than this gain nothing anywhere, and a team of very many ends the process.
+const MOST: usize = 256;
+
 /// Does `work` with each of `items`, of which there are about `count`, taken in their order, on up to `threads` threads, this
 /// one included. Each thread has a `Scratch` of its own.
 ///
@@ -33,7 +36,7 @@ pub(crate) fn share<Items, Scratch>(
     let helpers = threads.min(count).saturating_sub(1);
     if helpers == 0 {
         on_a_thread();
-    } else if !team::run(threads, &on_a_thread) {
+    } else if !team::run(threads.min(MOST), &on_a_thread) {
         on_threads_of_its_own(helpers, &on_a_thread);
     }
 }

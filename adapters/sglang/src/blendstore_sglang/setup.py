@@ -76,6 +76,7 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
             rotary_digest=repr(runner.model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
             tp_rank=context.tp_rank,
             tp_size=context.tp_size,
+            kept=config.kept,
         )
 
     def made() -> Serving:

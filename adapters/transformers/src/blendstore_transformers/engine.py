@@ -24,6 +24,7 @@ from blendstore.blend.records import LeaseRecords, restore, write_record
 from blendstore.blend.selectors import SelectorSettings, make_selector
 from blendstore.blend.selftest import GeometryError, Proof, prove_geometry
 from blendstore.codec import guard
+from blendstore.codec.formats import WRONG, FormatError
 from blendstore.config import Config
 from blendstore.identity import namespace
 from blendstore.options import RequestOptions
@@ -105,7 +106,7 @@ class Engine:
         self._pinned = pin(self.store, self.geometry.device)
         if self._engine is not None:
             warm_up(self.geometry, self._engine.softcap)
-        made = identity(model, self.geometry)
+        made = replace(identity(model, self.geometry), kept=config.kept)
         separators = None
         if config.enable_blending and config.segmenter in ("auto", "separator") and tokenizer is not None:
             separators = SeparatorSegmenter.of_tokenizer(tokenizer, config.blend_special_str)
@@ -136,8 +137,14 @@ class Engine:
         if self.tokenizer is None:
             log.warning("%s: not measured, as there is no tokenizer for the guard's prose", ", ".join(keys))
             return config
-        ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
-        config, self.verdicts = guard.guarded(config, guard.codes(config), measure_of(self._model, ids))
+        codes = guard.codes(config)
+        try:
+            ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
+            measure = measure_of(self._model, guard.enough(ids))
+        except Exception as error:  # whatever the tokenizer or the model says is the reason
+            log.warning("%s: not measured: %s", ", ".join(keys), f"{type(error).__name__}: {error}")
+            return config
+        config, self.verdicts = guard.guarded(config, codes, measure)
         self.counters["codec_fallbacks"] += sum(not verdict.kept for verdict in self.verdicts)
         return config
 
@@ -316,12 +323,18 @@ class Engine:
                 raise ArithmeticError("the model's logits are no finite numbers, so its KV isn't kept")
             capture = self.pipeline.capture(prepared)
             layers = layers_of(computed.cache)
+            refused = []
             for chunk in capture.chunks():
                 buffer = chunk.reservation.buffer(chunk.index)
-                write_record(self.geometry, buffer, layers, chunk.start, chunk.stop)
-            published = capture.commit()
+                try:
+                    write_record(self.geometry, buffer, layers, chunk.start, chunk.stop)
+                except FormatError:
+                    refused.append(chunk)
+            published = capture.commit(without=refused)
             with self._lock:
                 self.counters["stored"] += published
+            if refused:
+                self._not_stored(FormatError(WRONG))
         except Exception as error:
             if capture is not None:
                 capture.abort()

@@ -106,6 +106,7 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
             head_dim=geometry.head_dim,
             dtype=geometry.element,
             rotary_digest=repr(model_config.hf_text_config.to_dict().get("rope_parameters")).encode(),
+            kept=config.kept,
         ),
         separators=separators(config, tokenizer, trust_remote_code=trust) if model is not None else None,
         metrics=metrics,
