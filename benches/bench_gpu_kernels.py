@@ -142,7 +142,7 @@ def row_kernels(tokens: int) -> list[Row]:
     groups = torch.searchsorted(torch.tensor(edges[1:], device="cuda"), positions, right=True)
     kept = triton_drift.TILES[DIM]
     for settings in (DriftSettings(), DriftSettings(elsewhere=0.0), DriftSettings(sample=len(positions))):
-        made = partial(DriftCorrection.of, settings, documents, positions, groups, [v] * (LAYERS // 2))
+        made = partial(DriftCorrection.of, settings, documents, positions, groups, [v] * 8)
         what = f"elsewhere {settings.elsewhere}, sample {settings.sample}"
         rows.append({"what": f"weights of a prompt, {what}", "ms": milliseconds(made)})
         correction = made()

@@ -156,40 +156,37 @@ def guarded(
     model: AnsweringModel | None,
     tokenizer: str,
     *,
+    context: int,
     trust_remote_code: bool,
     refusal: str = "",
     together: Together = float,
 ) -> tuple[Config, int]:
     """``config`` without what changes this model's answers by more than ``codec_max_kl``, and how many settings that
-    were. What can't be measured, or for want of a model (``refusal`` says why), is used as it is configured, with a
-    warning. Raises `ConfigError` for tables that can't be read."""
+    were. The model takes ``context`` tokens at most. What can't be measured, or for want of a model (``refusal`` says
+    why), is used as it is configured, with a warning. Raises `ConfigError` for tables that can't be read."""
     keys = guard.lossy(config)
     if not keys:
         return config, 0
     codes = on_every_rank(lambda: guard.codes(config), together)
 
-    def answers_of() -> Answers:
+    def ids_of() -> list[int]:
         if model is None:
             raise guard.Unmeasured(refusal)
-        return Answers(model, ids)
-
-    def measured(code: Code) -> float:
-        try:
-            coded = on_every_rank(lambda: code(answers.own), together)
-            kl = on_every_rank(lambda: answers.divergence(coded), together)
-        except Exception as error:  # of a device that has no memory left, for one
-            raise guard.Unmeasured(said(error)) from None
-        return together(math.inf if math.isnan(kl) else kl)
+        return guard.enough(guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)[:context])
 
     # What fails on one rank is agreed on before the ranks compute together.
     try:
-        ids = on_every_rank(
-            lambda: guard.enough(guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)), together
-        )
-        answers = on_every_rank(answers_of, together)
+        ids = on_every_rank(ids_of, together)
+        answers = on_every_rank(lambda: Answers(cast(AnsweringModel, model), ids), together)
     except Exception as error:  # whatever a tokenizer or a model says is the reason
         log.warning("%s: not measured: %s", ", ".join(keys), said(error))
         return config, 0
+
+    def measured(code: Code) -> float:
+        coded = on_every_rank(lambda: code(answers.own), together)
+        kl = on_every_rank(lambda: answers.divergence(coded), together)
+        return together(math.inf if math.isnan(kl) else kl)
+
     config, verdicts = guard.guarded(config, codes, measured)
     for verdict in verdicts:
         log.info("%s: %s changes answers by a KL of %.3g", verdict.key, verdict.value, verdict.kl)

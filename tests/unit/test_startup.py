@@ -114,7 +114,9 @@ def measured(
         model = Failing()
         if HERE.number == 1:
             model.fails, model.moved = fails, float("nan") if nan else 0.0
-        found, given_up = guarded(config, model, "tokenizer", trust_remote_code=False, together=together)
+        found, given_up = guarded(
+            config, model, "tokenizer", context=len(IDS), trust_remote_code=False, together=together
+        )
         return found.local_format, given_up
 
     return on_ranks(work)
@@ -201,7 +203,9 @@ def test_without_a_model_the_warning_says_why(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(startup, "_tokenizer", lambda path, trust: Tokenizer())
-    found, given_up = guarded(config, None, "", trust_remote_code=False, refusal="layer 1 has two attentions")
+    found, given_up = guarded(
+        config, None, "", context=len(IDS), trust_remote_code=False, refusal="layer 1 has two attentions"
+    )
     assert (found, given_up) == (config, 0)
     assert "local_format: not measured: layer 1 has two attentions" in caplog.text
 

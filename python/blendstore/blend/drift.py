@@ -65,10 +65,12 @@ class DriftSettings:
 @dataclass(frozen=True, slots=True)
 class Documents:
     """The reused spans of a prompt by document: ``spans``, and ``places`` with each one's document (0, 1, …) and its
-    first row in it; ``rows`` [documents, most] int32 are the documents' positions, -1 behind the last."""
+    first row in it; ``rows`` [documents, most] int32 are the documents' positions, -1 behind the last of its
+    ``lengths``."""
 
     spans: Sequence[Span]
     places: Sequence[tuple[int, int]]
+    lengths: Sequence[int]
     rows: Tensor
 
     @classmethod
@@ -83,7 +85,7 @@ class Documents:
         rows = np.full((len(numbers), max(lengths, default=0)), -1, dtype=np.int32)
         for span, (number, begin) in zip(spans, places, strict=True):
             rows[number, begin : begin + len(span)] = np.arange(span.start, span.stop)
-        return cls(spans, places, sent(torch.from_numpy(rows), device))
+        return cls(spans, places, lengths, sent(torch.from_numpy(rows), device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +136,30 @@ class Columns:
 
 
 def likeness(
-    values: Iterable[Tensor], rows: Tensor, columns: Tensor, reduce: Callable[[Tensor], Tensor] = lambda x: x
+    values: Iterable[Tensor],
+    documents: Documents,
+    columns: Tensor,
+    reduce: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """Mean cosine of V over ``values``, layers of [tokens, kv_heads, dim], and all heads: [documents, rows, columns]
-    float32 between the tokens at ``rows`` and at ``columns``, both [documents, …] positions. ``reduce`` sums over
-    ranks, each of which has some of the heads."""
+    float32 between the documents' rows and the tokens at ``columns`` [documents, columns], which are positions.
+    ``reduce`` sums over ranks, each of which has some of the heads."""
+    rows = documents.rows.clamp(min=0)
     total = torch.zeros(rows.shape[0], rows.shape[1], columns.shape[1], device=rows.device)
+    # Few launches where documents are alike in length, no work for what isn't there where they are not.
+    alike_in_length = rows.numel() <= 2 * sum(documents.lengths)
     heads = 0
     for v in values:
         alike = F.normalize(v.float(), dim=-1).flatten(1)
         # On a device products of the cache's dtype are many times as fast, and as good: a thousand terms each.
         alike = alike.to(v.dtype) if v.is_cuda else alike
         heads += v.shape[1]
-        total += alike[rows] @ alike[columns].mT
-    both = reduce(torch.cat([total.flatten(), total.new_full((1,), heads)]))
-    return (both[:-1] / both[-1]).view_as(total)
+        if alike_in_length:
+            total += alike[rows] @ alike[columns].mT
+            continue
+        for number, length in enumerate(documents.lengths):
+            total[number, :length] += alike[rows[number, :length]] @ alike[columns[number]].mT
+    return reduce(total).div_(reduce(total.new_full((1,), heads)))
 
 
 @dataclass(slots=True)
@@ -175,7 +186,7 @@ class DriftCorrection:
         """``groups`` [n] int64 are the documents of ``selected``, of which there is at least one; ``values`` and
         ``reduce`` as in `likeness`."""
         columns = Columns.of(settings, groups, documents)
-        alike = likeness(values, documents.rows.clamp(min=0), selected[columns.index], reduce)
+        alike = likeness(values, documents, selected[columns.index], reduce)
         weights = alike.sub_(1).div_(settings.temperature).add_(columns.bias[:, None]).exp_()
         # Where all weights are 0 nothing is added.
         total = weights.sum(-1, keepdim=True).add_(settings.still).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -82,7 +82,7 @@ def warm_up_formats(geometry: Geometry, name: str) -> None:
             name=name, kv_heads=geometry.kv_heads, dim=geometry.head_dim, dtype=geometry.dtype, device=geometry.device
         )
 
-    attempt("warm-up of formats", geometry.device, compiled, lambda: None)
+    _warmed("warm-up of formats", geometry, compiled)
 
 
 def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
@@ -103,4 +103,11 @@ def warm_up(geometry: Geometry, softcap: float | None = None) -> None:
         triton_rows.warm_up(kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables)
         triton_drift.warm_up(kv_heads=kv_heads, dim=dim, dtype=dtype, device=device, tables=tables)
 
-    attempt("warm-up", geometry.device, compiled, lambda: None)
+    _warmed("warm-up", geometry, compiled)
+
+
+def _warmed(what: str, geometry: Geometry, compiled: Callable[[], None]) -> None:
+    try:
+        attempt(what, geometry.device, compiled, lambda: None)
+    except torch.OutOfMemoryError as error:
+        log.warning("%s: the first prompt compiles: %s", what, error)

@@ -64,7 +64,7 @@ def _differ(
         tl.store(out + WIDTH - STILL + rest[None, :], still.to(OUT.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["count", "most", "own", "columns"])
+@triton.jit(do_not_specialize=["count", "most"])
 def _carry(
     K, V, WEIGHT, ROW, INDEX, OWN, MOVED, COS, SIN, count, most, own, columns, stride_row, stride_head,
     DIM: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr,

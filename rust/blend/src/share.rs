@@ -33,10 +33,11 @@ pub(crate) fn share<Items, Scratch>(
             work(&mut scratch, item);
         }
     };
+    let threads = threads.min(MOST);
     let helpers = threads.min(count).saturating_sub(1);
     if helpers == 0 {
         on_a_thread();
-    } else if !team::run(threads.min(MOST), &on_a_thread) {
+    } else if !team::run(threads, &on_a_thread) {
         on_threads_of_its_own(helpers, &on_a_thread);
     }
 }

@@ -299,7 +299,7 @@ def packed() -> dict[str, Any]:
     for bound in (0, 1e3):
         bench = Bench(local_format="int4", codec_max_kl=bound)
         tokenizer = bench.whole.model_config.tokenizer
-        kept, given_up = guarded(bench.config, bench.serving.model, tokenizer, trust_remote_code=False)
+        kept, given_up = guarded(bench.config, bench.serving.model, tokenizer, context=2048, trust_remote_code=False)
         out[f"guard {bound:g}"] = kept.local_format, given_up
     return out
 

@@ -275,6 +275,9 @@ class Serving:
         Ranks that pack records wait for the copies here: what a format doesn't hold on one of them none stores, or the
         ranks would not find the same records any more."""
         voting = self.ranks if self.config.local_format != "raw" else Ranks()
+        if self.ranks.size > 1:
+            # Whatever each of them has to store: what was looked up is looked up again by all or by none.
+            self.epoch += 1
         try:
             capture = self.pipeline(tenant.lora).capture(prepared)
             capture.limit(len(slots))
@@ -286,7 +289,7 @@ class Serving:
             return
         nbytes = self.copies.admit(chunks)
         if not chunks or nbytes is None:
-            voting.all(False)
+            voting.all(not chunks)
             capture.abort()
             self.metrics.event("not_stored", len(chunks))
             done()
@@ -297,14 +300,16 @@ class Serving:
         def publish(read: Tensor = slots) -> None:
             del read  # held until now: the copies have read it on another stream than its own
             self.copies.finished(nbytes)
-            self.epoch += 1
-            refused = [] if packing is None else packing.refused()
-            if voting.size > 1 and not voting.all(not refused):
-                refused = chunks
+            if self.ranks.size == 1:
+                self.epoch += 1
+            wrong = [] if packing is None else packing.refused()
+            refused = wrong if voting.size == 1 or voting.all(not wrong) else chunks
             try:
                 self.metrics.event("stored", capture.commit(without=refused))
-                if refused:
+                if wrong:
                     self._not_stored(FormatError(WRONG))
+                elif refused:
+                    self.metrics.event("not_stored", len(chunks))
             except Exception as error:
                 capture.abort()
                 self._not_stored(error)

@@ -58,13 +58,22 @@ def set_up(context: Any, config: Config, version: Version) -> Any:
     model, proof, refusal = found
     tokenizer, trust = arguments.tokenizer_path or arguments.model_path, arguments.trust_remote_code
     config, given_up = guarded(
-        config, model, tokenizer, trust_remote_code=trust, refusal=refusal, together=ranks.largest
+        config,
+        model,
+        tokenizer,
+        context=runner.model_config.context_len,
+        trust_remote_code=trust,
+        refusal=refusal,
+        together=ranks.largest,
     )
     metrics.event("codec_fallback", given_up)
     if not config.enable_blending:
         model = None
     geometry = model.geometry if model is not None else _plain_geometry(runner)
-    files = files_digest(arguments.model_path, revision=arguments.revision, dummy=arguments.load_format == "dummy")
+    dummy = arguments.load_format == "dummy"
+    files = on_every_rank(
+        lambda: files_digest(arguments.model_path, revision=arguments.revision, dummy=dummy), ranks.largest
+    )
 
     def identity() -> ModelIdentity:
         return ModelIdentity(

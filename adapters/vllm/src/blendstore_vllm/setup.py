@@ -78,7 +78,8 @@ def set_up(config: Config, vllm_config: VllmConfig, runner: Any, caches: Mapping
     model, proof, refusal = found
     model_config = vllm_config.model_config
     tokenizer, trust = model_config.tokenizer, model_config.trust_remote_code
-    config, given_up = guarded(config, model, tokenizer, trust_remote_code=trust, refusal=refusal)
+    context = model_config.max_model_len
+    config, given_up = guarded(config, model, tokenizer, context=context, trust_remote_code=trust, refusal=refusal)
     metrics.event("codec_fallback", given_up)
     if not config.enable_blending:
         model = None
