@@ -283,7 +283,8 @@ def one_rank_differs(context: Any) -> dict[str, Any]:
 
     cast(Any, bench).own = broken
     bench.keep(prompt(D))
-    out["refused"] = bench.serving.store.stats()["chunks"], bench.serving.metrics.counts["store_error"]
+    out["refused"] = bench.serving.store.stats()["chunks"], bench.serving.epoch
+    out["told"] = [bench.serving.metrics.counts[name] for name in ("store_error", "not_stored")]
     cast(Any, bench).own = own
     bench.keep(prompt(D))
     out["kept"] = bench.serving.store.stats()["chunks"] > 0
@@ -438,6 +439,8 @@ def test_what_goes_wrong_on_one_rank_both_do_alike(monkeypatch: pytest.MonkeyPat
         patched.setenv("SGLANG_NCCL_SO_PATH", "none")  # as where torch is built for CPUs
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{(os.cpu_count() or 1) - 1}")
         one, two = in_scheduler(one_rank_differs, str(folder_of("llama")), ranks=2)
+    assert one.pop("told") == [0, 4]
+    assert two.pop("told") == [1, 0], "of its own values"
     assert one == two
     assert one["refused"] == (0, 1)
     assert one["kept"]
