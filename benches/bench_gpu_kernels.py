@@ -142,10 +142,9 @@ def row_kernels(tokens: int) -> list[Row]:
     groups = torch.searchsorted(torch.tensor(edges[1:], device="cuda"), positions, right=True)
     kept = triton_drift.TILES[DIM]
     for settings in (DriftSettings(), DriftSettings(elsewhere=0.0), DriftSettings(sample=len(positions))):
-        made = partial(DriftCorrection.of, settings, documents, positions, groups, [v] * 8)
+        correction = DriftCorrection(settings, documents, positions, groups)
         what = f"elsewhere {settings.elsewhere}, sample {settings.sample}"
-        rows.append({"what": f"weights of a prompt, {what}", "ms": milliseconds(made)})
-        correction = made()
+        rows.append({"what": f"weights of a prompt, {what}", "ms": milliseconds(partial(correction.weigh, [v] * 8))})
         for tile in DRIFT_TILES:
             triton_drift.TILES[DIM] = [tile]
             spent = milliseconds(partial(correction.apply, table, k, v, fresh_k, fresh_v))

@@ -43,7 +43,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def correction(settings: DriftSettings, v: Tensor, selected: list[int] = SELECTED) -> DriftCorrection:
     groups = [NUMBERS[next(s.group for s in SPANS if s.start <= p < s.stop)] for p in selected]
     positions, numbers = torch.tensor(selected).to(DEVICE), torch.tensor(groups).to(DEVICE)
-    return DriftCorrection.of(settings, Documents.of(SPANS, NUMBERS, DEVICE), positions, numbers, [v, v.flip(2)])
+    made = DriftCorrection(settings, Documents.of(SPANS, NUMBERS, DEVICE), positions, numbers)
+    made.weigh([v, v.flip(2)])
+    return made
 
 
 def layer(dim: int, dtype: torch.dtype, count: int = len(SELECTED)) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:

@@ -66,7 +66,8 @@ def test_padded_columns_say_what_the_others_say(
 
     def corrected(padded: bool) -> tuple[Tensor, Tensor, Tensor]:
         with mock.patch.object(module, "usable", lambda device: padded):
-            made = DriftCorrection.of(drift, documents, selected, groups, values)
+            made = DriftCorrection(drift, documents, selected, groups)
+        made.weigh(values)
         found_k, found_v = k.clone(), v.clone()
         made._plain(table, found_k, found_v, *fresh)
         return found_k, found_v, made.weights

@@ -81,7 +81,9 @@ def correction(
 ) -> DriftCorrection:
     groups = torch.tensor([NUMBERS[GROUP_OF[p]] for p in chosen])
     documents = Documents.of(SPANS, NUMBERS, torch.device("cpu"))
-    return DriftCorrection.of(settings, documents, torch.tensor(chosen), groups, values, reduce)
+    made = DriftCorrection(settings, documents, torch.tensor(chosen), groups, reduce)
+    made.weigh(values)
+    return made
 
 
 def corrected(turn: Rope | None, settings: DriftSettings, chosen: list[int]) -> None:

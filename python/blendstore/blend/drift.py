@@ -10,9 +10,9 @@ the result is scaled by ``strength``.
 
 The likeness of two tokens is the mean cosine of their cached V over all heads of the second half of the layers, or of
 eight to fifteen of those, evenly spaced: late layers know best what kind of token it is, and one set of weights serves
-every layer. With an infinite temperature and
-``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It helps on top of
-recomputing only; docs/quality.md has what it gives.
+every layer. Where the layers come one after the other, every fourth one's own V says it for four. With an infinite
+temperature and ``elsewhere`` 0 this is the document's mean difference times ``strength * n / (n + prior)``. It helps on
+top of recomputing only; docs/quality.md has what it gives.
 
 `DriftCorrection._plain` is the reference, and what a CPU uses; a GPU has kernels for it.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 import numpy as np
@@ -164,33 +164,29 @@ def likeness(
 
 @dataclass(slots=True)
 class DriftCorrection:
-    """The correction of one prompt. ``selected`` [n] int64 are the recomputed positions (ascending); ``weights``
-    [documents, rows, columns] float32 with the strength in them."""
+    """The correction of one prompt. ``selected`` [n] int64 are the recomputed positions (ascending), at least one, and
+    ``groups`` [n] int64 their documents; ``reduce`` as in `likeness`."""
 
-    selected: Tensor
+    settings: DriftSettings
     documents: Documents
-    columns: Columns
-    weights: Tensor
+    selected: Tensor
+    groups: InitVar[Tensor]
+    reduce: Callable[[Tensor], Tensor] = lambda x: x
+    columns: Columns = field(init=False)
+    weights: Tensor = field(init=False)
+    """[documents, rows, columns] float32 with the strength in them, once `weigh` has been called."""
     _narrow: Tensor | None = field(init=False, default=None)
 
-    @classmethod
-    def of(
-        cls,
-        settings: DriftSettings,
-        documents: Documents,
-        selected: Tensor,
-        groups: Tensor,
-        values: Iterable[Tensor],
-        reduce: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> DriftCorrection:
-        """``groups`` [n] int64 are the documents of ``selected``, of which there is at least one; ``values`` and
-        ``reduce`` as in `likeness`."""
-        columns = Columns.of(settings, groups, documents)
-        alike = likeness(values, documents, selected[columns.index], reduce)
-        weights = alike.sub_(1).div_(settings.temperature).add_(columns.bias[:, None]).exp_()
+    def __post_init__(self, groups: Tensor) -> None:
+        self.columns = Columns.of(self.settings, groups, self.documents)
+
+    def weigh(self, values: Iterable[Tensor]) -> None:
+        """Weights for the layers to come, from cached V as in `likeness`."""
+        alike = likeness(values, self.documents, self.selected[self.columns.index], self.reduce)
+        weights = alike.sub_(1).div_(self.settings.temperature).add_(self.columns.bias[:, None]).exp_()
         # Where all weights are 0 nothing is added.
-        total = weights.sum(-1, keepdim=True).add_(settings.still).clamp_(min=torch.finfo(torch.float32).tiny)
-        return cls(selected, documents, columns, weights.mul_(settings.strength / total))
+        total = weights.sum(-1, keepdim=True).add_(self.settings.still).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.weights, self._narrow = weights.mul_(self.settings.strength / total), None
 
     def apply(self, table: RotaryTable | None, k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor) -> None:
         """Correct one layer's working K and V [tokens, kv_heads, dim] in place, before the fresh rows are written.

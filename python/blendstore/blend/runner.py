@@ -186,6 +186,8 @@ class _Run:
         self._fresh = sent(torch.from_numpy(plan.positions(SpanKind.FRESH)), self._device)
         self._spans = [s for s in plan.spans if s.kind is SpanKind.REUSED]
         self._flow: _Flow | None = None
+        self._whole = False
+        """Every layer's cached rows are there: the selector has looked at them."""
         self.candidates = self._gather(records)
 
     @property
@@ -209,6 +211,7 @@ class _Run:
             while flow.layer < self.layers:
                 wanted = enough if flow.layer == self.layers - 1 else scored
                 flow.step(self._kv, attention=wanted if flow.layer >= first_layer else None)
+        self._whole = True
         scores = self._model.all_reduce(total[self.candidates.positions] / max(1, self.layers - first_layer))
         return scores.sqrt() if combine == "rms" else scores
 
@@ -244,15 +247,20 @@ class _Run:
         correction = None
         if drift is not None and chosen.shape[0]:
             correction = self._correction(drift, selected)
-            where = torch.searchsorted(flow.positions, selected)
+            where, first = torch.searchsorted(flow.positions, selected), max(flow.layer, 1)
 
         while flow.layer < self.layers:
             before = None
             # Layer 0 depends on the token and its position alone: rotated KV is exact there.
             if correction is not None and flow.layer > 0:
                 table = self._model.geometry.rotary[flow.layer]
+                renew = not self._whole and (flow.layer - first) % 4 == 0
 
-                def before(k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor, table: Any = table) -> None:
+                def before(
+                    k: Tensor, v: Tensor, fresh_k: Tensor, fresh_v: Tensor, table: Any = table, renew: bool = renew
+                ) -> None:
+                    if renew:
+                        correction.weigh([v])
                     correction.apply(table, k, v, fresh_k.index_select(0, where), fresh_v.index_select(0, where))
 
             if flow.layer == self.layers - 1:
@@ -265,9 +273,11 @@ class _Run:
         known = sorted({span.group for span in self._spans})
         documents = Documents.of(self._spans, {group: at for at, group in enumerate(known)}, self._device)
         groups = torch.searchsorted(sent(torch.tensor(known), self._device), self.candidates.group)
-        late = range(self.layers // 2, self.layers)
-        values = (self._kv.ready(index)[1] for index in late[:: max(1, len(late) // 8)])
-        return DriftCorrection.of(drift, documents, selected, groups, values, self._model.all_reduce)
+        correction = DriftCorrection(drift, documents, selected, groups, self._model.all_reduce)
+        if self._whole:
+            late = range(self.layers // 2, self.layers)
+            correction.weigh(self._kv.ready(index)[1] for index in late[:: max(1, len(late) // 8)])
+        return correction
 
     def _question(self, rows: int) -> tuple[Tensor, Tensor]:
         """Positions of the last ``rows`` tokens of the fresh tail, and of the fresh tokens that are not among them."""
