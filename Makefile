@@ -11,7 +11,6 @@ PACKAGES := python/blendstore adapters/transformers/src/blendstore_transformers 
 SGLANG := 0.5.14 0.5.23
 VLLM := 0.26.0 0.32.0
 
-
 # The tests of one engine of one version, from its environment.
 sglang_tests = SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/engines/sglang/stubs \
   .venv-sglang-$(1)/bin/python -m pytest -q -o "norecursedirs=.* stubs" tests/engines/sglang

@@ -32,7 +32,6 @@ from .serving import settings
 
 log = logging.getLogger("blendstore.startup")
 
-
 Together = Callable[[float], float]
 """Gives every rank the largest of their numbers, so that they decide alike: a call is a collective. Alone, `float`."""
 T = TypeVar("T")
@@ -172,7 +171,7 @@ def guarded(
     def ids_of() -> list[int]:
         if model is None:
             raise guard.Unmeasured(refusal)
-        return guard.enough(guard.prose(_tokenizer(tokenizer, trust_remote_code).encode)[:context])
+        return guard.prose(_tokenizer(tokenizer, trust_remote_code).encode, context)
 
     # What fails on one rank is agreed on before the ranks compute together.
     try:

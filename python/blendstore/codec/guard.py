@@ -47,15 +47,12 @@ class Verdict:
     kept: bool
 
 
-def prose(encode: Callable[[str], list[int]]) -> list[int]:
-    """`TOKENS` + `FORCED` token ids of packaged prose."""
+def prose(encode: Callable[[str], list[int]], context: int | None) -> list[int]:
+    """`TOKENS` + `FORCED` token ids of packaged prose, fewer where the model takes ``context`` at most. Raises
+    `Unmeasured` for too few to measure with."""
     from ..bench.corpus import narrative
 
-    return encode(narrative()[0][: 12 * (TOKENS + FORCED)])[: TOKENS + FORCED]
-
-
-def enough(ids: list[int]) -> list[int]:
-    """``ids``, where they are enough to measure with. Raises `Unmeasured`."""
+    ids = encode(narrative()[0][: 12 * (TOKENS + FORCED)])[: TOKENS + FORCED][:context]
     if len(ids) < 2 * FORCED:
         raise Unmeasured(f"the tokenizer or the model has room for {len(ids)} tokens of prose, {2 * FORCED} are needed")
     return ids

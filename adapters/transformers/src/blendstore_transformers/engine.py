@@ -139,8 +139,8 @@ class Engine:
             return config
         codes = guard.codes(config)
         try:
-            ids = guard.prose(self.tokenizer.encode)[: getattr(self._model.config, "max_position_embeddings", None)]
-            measure = measure_of(self._model, guard.enough(ids))
+            context = getattr(self._model.config, "max_position_embeddings", None)
+            measure = measure_of(self._model, guard.prose(self.tokenizer.encode, context))
         except Exception as error:  # whatever the tokenizer or the model says is the reason
             log.warning("%s: not measured: %s", ", ".join(keys), f"{type(error).__name__}: {error}")
             return config
