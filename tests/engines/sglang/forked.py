@@ -70,6 +70,9 @@ def _run(scheduler: Any, arguments: Any, ports: Any, rank: int, look: Callable[[
             os._exit(0)
 
     register_radix_cache_backend(NAME, make)
+    if arguments.tp_size > 1:
+        os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # as where torch is built for CPUs
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = f"0|{(os.cpu_count() or 1) - 1}"
     known = inspect.signature(scheduler.run_scheduler_process).parameters
     given = {
         "server_args": arguments, "port_args": ports, "gpu_id": 0, "tp_rank": rank, "attn_cp_rank": 0, "moe_dp_rank": 0,
